@@ -1,0 +1,45 @@
+"""Typed errors. Everything a caller can act on derives from `ForkgraphError`; our own bugs are assertions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_SHOWN_CHARACTERS = 120
+
+
+def shown(value: Any) -> str:
+    """`repr` of a value, shortened so that a 4 MiB state never fills a log line."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+
+
+class ForkgraphError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class RequestError(ForkgraphError):
+    """The request is wrong. Raised before any forward.
+
+    `text` is the wire contract's wording, `field` the path of the offending part (``questions.route.criteria``),
+    `value` what was found there.
+    """
+
+    def __init__(self, text: str, *, field: str = "request", value: Any = None) -> None:
+        self.text, self.field, self.value = text, field, value
+        super().__init__(f"{field}: {text}" + ("" if value is None else f" (got {shown(value)})"))
+
+
+class ConfigError(ForkgraphError, ValueError):
+    """An option is unknown, out of range, or contradicts another; the message names it, its value and the remedy."""
+
+
+class CheckpointError(ForkgraphError):
+    """A checkpoint file is missing, damaged, or disagrees with the model; the message names file and key."""
+
+
+class CapacityError(ForkgraphError):
+    """The work does not fit a stated limit (rows, segments, memory); the message gives both figures."""
+
+
+class InferenceError(ForkgraphError):
+    """The forward itself failed. No answer is made up in its place; the engine stays usable."""
