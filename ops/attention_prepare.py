@@ -1,0 +1,131 @@
+"""From a projection to attention's inputs: head norms, rotary positions, keys and values put where they live.
+
+Shape letters: N query rows, R packed rows, H query heads, Hkv key/value heads, d head size, rot rotated dimensions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.cpu import by_row_tiles
+from ops.tables import NUM_READS, NUM_ROWS, ROW_POSITION, ROW_SEGMENT, SEG_KV_WRITE, HostTables
+
+
+@torch.library.custom_op("forkgraph::attention_prepare", mutates_args=("k_cache", "v_cache"), device_types="cuda")
+def attention_prepare(
+    q_proj: Tensor,
+    kv_proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    eps: float,
+    kv_offset: int,
+    reads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normed and rotated q [N, H * d] and k [R, Hkv * d], and v [R, Hkv * d], in the storage dtype.
+
+    q_proj [N, *] holds per head [query d | gate d]; kv_proj [R, *] holds [k | v] from column `kv_offset` on. One fused
+    product serves as both (N = R). With `reads`, query row i stands at the position of packed row READ_ROWS[i].
+    q_norm, k_norm [d] are zero-centred RMSNorm weights; rope [positions, rot] has rows [cos rot/2 | sin rot/2] and is
+    read at the absolute position. A segment with SEG_KV_WRITE >= 0 puts its keys and values into k_cache, v_cache
+    [kv_rows, Hkv * d] at row position + SEG_KV_WRITE, and leaves its rows of k and v undefined.
+    """
+    from ops.kernels.attention_prepare import launch
+
+    return launch(q_proj, kv_proj, q_norm, k_norm, rope, k_cache, v_cache, tables, eps, kv_offset, reads)
+
+
+def num_query_heads(q_proj: Tensor, head_dim: int, kv_offset: int) -> int:
+    """Query and gate columns end where keys begin in a fused product, and fill a separate one."""
+    return (kv_offset or q_proj.shape[1]) // (2 * head_dim)
+
+
+@attention_prepare.register_fake
+def _(
+    q_proj: Tensor,
+    kv_proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    eps: float,
+    kv_offset: int,
+    reads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d = q_norm.shape[0]
+    q = q_proj.new_empty(q_proj.shape[0], num_query_heads(q_proj, d, kv_offset) * d)
+    k = kv_proj.new_empty(kv_proj.shape[0], k_cache.shape[1])
+    return q, k, torch.empty_like(k)
+
+
+@attention_prepare.register_kernel("cpu")
+def _(
+    q_proj: Tensor,
+    kv_proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    eps: float,
+    kv_offset: int,
+    reads: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    d, width = q_norm.shape[0], k_cache.shape[1]
+    heads = num_query_heads(q_proj, d, kv_offset)
+    host = HostTables.of(tables)
+    rows = host.count(NUM_ROWS)
+    positions = torch.from_numpy(host.rows(ROW_POSITION)).long()
+    q_positions = positions[torch.from_numpy(host.read_rows()).long()] if reads else positions
+    q_rows = host.count(NUM_READS) if reads else rows
+
+    q = q_proj.new_zeros(q_proj.shape[0], heads * d)
+    queries = q_proj[:q_rows, : 2 * heads * d].reshape(-1, heads, 2, d)[:, :, 0]
+    q[:q_rows] = _norm_and_rotate(queries, q_norm, rope, q_positions, eps).reshape(q_rows, heads * d)
+
+    keys = kv_proj[:rows, kv_offset : kv_offset + width]
+    values = kv_proj[:rows, kv_offset + width : kv_offset + 2 * width]
+    keys = _norm_and_rotate(keys.reshape(rows, -1, d), k_norm, rope, positions, eps).reshape(rows, width)
+    k, v = kv_proj.new_zeros(kv_proj.shape[0], width), kv_proj.new_zeros(kv_proj.shape[0], width)
+    offsets = torch.from_numpy(host.field(SEG_KV_WRITE)[host.rows(ROW_SEGMENT)]).long()
+    packed = (offsets < 0).nonzero()[:, 0]
+    cached = (offsets >= 0).nonzero()[:, 0]
+    k[packed], v[packed] = keys[packed], values[packed]
+    target = (positions + offsets)[cached]
+    k_cache[target], v_cache[target] = keys[cached], values[cached]
+    return q, k, v
+
+
+def _norm_and_rotate(x: Tensor, weight: Tensor, rope: Tensor, positions: Tensor, eps: float) -> Tensor:
+    """Heads [R, heads, d] of rows at `positions` [R]."""
+    half = rope.shape[1] // 2
+
+    def tile(x: Tensor, angles: Tensor) -> tuple[Tensor]:
+        x32 = x.float()
+        normed = x32 * torch.rsqrt((x32 * x32).mean(-1, keepdim=True) + eps) * (1 + weight.float())
+        normed = normed.to(x.dtype)
+        x1, x2, rest = normed[:, :half], normed[:, half : 2 * half], normed[:, 2 * half :]
+        cos, sin = angles[:, :half], angles[:, half:]
+        return (torch.cat([x1 * cos + -x2 * sin, x2 * cos + x1 * sin, rest], dim=-1),)
+
+    rows, heads, d = x.shape
+    angles = rope[positions].repeat_interleave(heads, dim=0)
+    return by_row_tiles(tile, x.reshape(rows * heads, d), angles)[0].reshape(rows, heads, d)
+
+
+def attention_prepare_reference(x: Tensor, weight: Tensor, positions: Tensor, theta: float, rot: int, eps: float) -> Tensor:
+    """Float64 norm and rotary of heads x [R, heads, d] at absolute `positions` [R]; nothing is rounded."""
+    x = x.double()
+    x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight.double())
+    frequencies = theta ** (-torch.arange(0, rot, 2, dtype=torch.float64) / rot)
+    angles = (positions.double()[:, None] * frequencies)[:, None, :]
+    x1, x2 = x[..., : rot // 2], x[..., rot // 2 : rot]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., rot:]], dim=-1)

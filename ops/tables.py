@@ -1,0 +1,246 @@
+"""The one block of int32 device data that every operator reads, and how the host fills it.
+
+A *pass* packs the rows of several segments. Nothing an operator does depends on a host value: counts, lengths and
+addresses are all in this block, whose size never changes, so that one captured graph serves any tree of segments
+within its rung.
+
+Virtual rows. Rows before a segment live either in snapshot buffers or in the same pass's packed rows. Both are
+addressed by one integer: below `PACKED` it is a row of the snapshot buffer, from `PACKED` on it is packed row
+``index - PACKED``. Position p of a segment's path lives at ``p + offset`` of the last source that begins at or before
+p (request prefix, question prefix, own rows); a negative position reads as zeros. Three spaces have such offsets:
+
+    kv     keys and values:            k_cache, v_cache [kv_rows, Hkv * d]     or the packed K/V of this pass
+    chunk  rows of an open chunk:      tail_kv [slots * 64, Kd + Vd], gates    or the packed conv output
+    conv   inputs of the convolution:  history [slots * 3, C]                  or the packed projection
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+CHUNK = 64
+"""Rows of a delta-rule chunk; chunks are anchored at absolute multiples of it."""
+CONV_HISTORY = 3
+"""Rows the width-4 convolution looks back."""
+PACKED = 1 << 30
+"""First virtual row that means a packed row of the same pass."""
+
+MAX_ROWS = 16_384
+MAX_SEGMENTS = 512
+MAX_READS = 1_024
+MAX_GROUP = 8
+"""Largest number of query heads per key/value head."""
+TILE_M = 64
+"""(row, head) pairs of one attention query tile; a tile never mixes segments."""
+MAX_CHUNKS = MAX_ROWS // CHUNK + 2 * MAX_SEGMENTS
+MAX_TILES = MAX_ROWS * MAX_GROUP // TILE_M + MAX_SEGMENTS
+
+# Counts, at the head of the block.
+NUM_ROWS, NUM_SEGMENTS, NUM_INTERNAL, NUM_CHUNKS, NUM_TILES, NUM_READS = range(6)
+_HEADER = 16
+
+# Per-row sections, each MAX_ROWS long.
+ROW_TOKEN = _HEADER
+ROW_POSITION = ROW_TOKEN + MAX_ROWS
+ROW_SEGMENT = ROW_POSITION + MAX_ROWS
+
+# Per-segment sections, each MAX_SEGMENTS long: field f of segment s is at SEGMENTS + f * MAX_SEGMENTS + s.
+SEGMENTS = ROW_SEGMENT + MAX_ROWS
+(
+    SEG_START,  # absolute position of the first row
+    SEG_LENGTH,
+    SEG_ROW,  # first packed row
+    SEG_CHUNK,  # first entry in the chunk list
+    SEG_NUM_CHUNKS,
+    SEG_STATE_READ,  # state slot at the last chunk border at or before `start`; -1 = zeros
+    SEG_STATE_WRITE,  # slot for the state at the last chunk border at or before the end; -1 = none
+    SEG_SLOT_WRITE,  # tail and history slot written by this segment; -1 = none
+    SEG_KV_WRITE,  # K/V of position p go to snapshot row p + this; -1 = to the packed K/V
+    SEG_QUESTION_FIRST,  # first position of the question prefix (== start when there is none)
+    SEG_KV_REQUEST,
+    SEG_KV_QUESTION,
+    SEG_KV_OWN,
+    SEG_CHUNK_REQUEST,
+    SEG_CHUNK_QUESTION,
+    SEG_CHUNK_OWN,
+    SEG_CONV_REQUEST,
+    SEG_CONV_QUESTION,
+    SEG_CONV_OWN,
+) = range(19)
+_SEGMENT_FIELDS = 19
+
+# Work lists. A chunk is (segment, absolute chunk index). A query tile is (segment, first flat index, count, first
+# query row): flat index f of a segment is row f // group, head f % group of each KV group.
+CHUNKS = SEGMENTS + _SEGMENT_FIELDS * MAX_SEGMENTS
+TILES = CHUNKS + 2 * MAX_CHUNKS
+READ_ROWS = TILES + 4 * MAX_TILES
+READ_TILES = READ_ROWS + MAX_READS
+TABLE_WORDS = READ_TILES + 4 * MAX_READS
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where the rows of one ancestor prefix live: offsets of the three spaces, from its first position on."""
+
+    first: int
+    kv: int
+    chunk: int
+    conv: int
+
+    @classmethod
+    def snapshot(cls, *, first: int, length: int, slot: int, kv: int) -> Source:
+        """A finished prefix ending at position `length`: tail and history in `slot`, K/V of position p at row p + kv."""
+        border = length - length % CHUNK
+        return cls(first=first, kv=kv, chunk=slot * CHUNK - border, conv=slot * CONV_HISTORY - (length - CONV_HISTORY))
+
+    @classmethod
+    def packed(cls, *, first: int, row: int) -> Source:
+        """A segment of the same pass whose position `first` is packed row `row`."""
+        offset = PACKED + row - first
+        return cls(first=first, kv=offset, chunk=offset, conv=offset)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentEntry:
+    """One segment of a pass. Internal ones (whose state another segment of the pass reads) come first."""
+
+    start: int
+    token_ids: Int32Array
+    request: Source | None = None
+    question: Source | None = None
+    state_read: int = -1
+    state_write: int = -1
+    slot_write: int = -1
+    kv_write: int = -1
+    internal: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+    @property
+    def num_chunks(self) -> int:
+        return (self.end - 1) // CHUNK - self.start // CHUNK + 1
+
+
+def chunk_capacity(rows: int) -> int:
+    """Most chunks that `rows` packed rows can touch: each holds at least one row, a segment adds at most two."""
+    return min(rows, rows // CHUNK + 2 * MAX_SEGMENTS)
+
+
+def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tuple[int, int]], *, group: int) -> int:
+    """Write one pass into `block` [TABLE_WORDS]; returns the number of packed rows.
+
+    `reads` are (segment, row of that segment) in the order their hidden states are wanted; `group` is the number of
+    query heads per key/value head.
+    """
+    lengths = np.array([e.length for e in entries], dtype=np.int32)
+    rows, count = int(lengths.sum()), len(entries)
+    assert 0 < count <= MAX_SEGMENTS and rows <= MAX_ROWS and len(reads) <= MAX_READS and group <= MAX_GROUP
+    assert all(a.internal or not b.internal for a, b in zip(entries, entries[1:], strict=False))
+    block[: ROW_TOKEN] = 0
+    block[ROW_TOKEN:ROW_SEGMENT] = 0
+    block[ROW_SEGMENT:SEGMENTS] = -1
+    starts = np.array([e.start for e in entries], dtype=np.int32)
+    first_row = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.int32)
+    segment_of_row = np.repeat(np.arange(count, dtype=np.int32), lengths)
+    block[ROW_TOKEN : ROW_TOKEN + rows] = np.concatenate([e.token_ids for e in entries])
+    block[ROW_POSITION : ROW_POSITION + rows] = np.arange(rows) - first_row[segment_of_row] + starts[segment_of_row]
+    block[ROW_SEGMENT : ROW_SEGMENT + rows] = segment_of_row
+
+    num_chunks = np.array([e.num_chunks for e in entries], dtype=np.int32)
+    first_chunk = np.concatenate(([0], np.cumsum(num_chunks)[:-1])).astype(np.int32)
+    for s, e in enumerate(entries):
+        own = Source.packed(first=e.start, row=int(first_row[s]))
+        own_kv = own.kv if e.kv_write < 0 else e.kv_write
+        request = e.request or own
+        question = e.question or Source(first=e.start, kv=0, chunk=0, conv=0)
+        fields = block[SEGMENTS + s : CHUNKS : MAX_SEGMENTS]
+        fields[:] = (
+            e.start, e.length, first_row[s], first_chunk[s], num_chunks[s],
+            e.state_read, e.state_write, e.slot_write, e.kv_write, question.first,
+            request.kv, question.kv, own_kv,
+            request.chunk, question.chunk, own.chunk,
+            request.conv, question.conv, own.conv,
+        )  # fmt: skip
+    total_chunks = int(num_chunks.sum())
+    segment_of_chunk = np.repeat(np.arange(count, dtype=np.int32), num_chunks)
+    chunks = block[CHUNKS : CHUNKS + 2 * total_chunks].reshape(-1, 2)
+    chunks[:, 0] = segment_of_chunk
+    chunks[:, 1] = np.arange(total_chunks) - first_chunk[segment_of_chunk] + (starts // CHUNK)[segment_of_chunk]
+
+    # Query tiles, those with the most keys first, so that the last ones to start are the short ones.
+    flat = lengths * group
+    num_tiles = -(-flat // TILE_M)
+    total_tiles = int(num_tiles.sum())
+    segment_of_tile = np.repeat(np.arange(count, dtype=np.int32), num_tiles)
+    first_tile = np.concatenate(([0], np.cumsum(num_tiles)[:-1]))
+    first_index = ((np.arange(total_tiles) - first_tile[segment_of_tile]) * TILE_M).astype(np.int32)
+    tiles = np.empty((total_tiles, 4), dtype=np.int32)
+    tiles[:, 0] = segment_of_tile
+    tiles[:, 1] = first_index
+    tiles[:, 2] = np.minimum(TILE_M, flat[segment_of_tile] - first_index)
+    tiles[:, 3] = first_row[segment_of_tile] + first_index // group
+    keys = starts[segment_of_tile] + (first_index + tiles[:, 2] - 1) // group
+    block[TILES : TILES + 4 * total_tiles] = tiles[np.argsort(-keys, kind="stable")].reshape(-1)
+
+    block[READ_ROWS:READ_TILES] = 0
+    for i, (s, row) in enumerate(reads):
+        assert 0 <= row < lengths[s]
+        block[READ_ROWS + i] = first_row[s] + row
+        block[READ_TILES + 4 * i : READ_TILES + 4 * i + 4] = (s, row * group, group, i)
+    block[:6] = (rows, count, sum(e.internal for e in entries), total_chunks, total_tiles, len(reads))
+    return rows
+
+
+@dataclass(frozen=True)
+class HostTables:
+    """Named views over a block on the host, for the CPU kernels and for tests."""
+
+    block: Int32Array
+
+    @classmethod
+    def of(cls, tables: torch.Tensor) -> HostTables:
+        return cls(tables.numpy())
+
+    def count(self, which: int) -> int:
+        return int(self.block[which])
+
+    def rows(self, section: int) -> Int32Array:
+        """One per-row section, true rows only."""
+        return self.block[section : section + self.count(NUM_ROWS)]
+
+    def segment(self, s: int) -> tuple[int, ...]:
+        """All fields of one segment, in the order of the SEG_ constants."""
+        return tuple(int(v) for v in self.block[SEGMENTS + s : CHUNKS : MAX_SEGMENTS])
+
+    def field(self, which: int) -> Int32Array:
+        """One field of all segments."""
+        first = SEGMENTS + which * MAX_SEGMENTS
+        return self.block[first : first + self.count(NUM_SEGMENTS)]
+
+    def read_rows(self) -> Int32Array:
+        return self.block[READ_ROWS : READ_ROWS + self.count(NUM_READS)]
+
+
+def virtual_rows(
+    positions: npt.NDArray[np.int64], fields: tuple[int, ...], request: int, question: int, own: int
+) -> npt.NDArray[np.int64]:
+    """Virtual row of each position of one segment's path; arguments name the three offset fields of one space."""
+    offsets = np.where(
+        positions >= fields[SEG_START],
+        fields[own],
+        np.where(positions >= fields[SEG_QUESTION_FIRST], fields[question], fields[request]),
+    )
+    return positions + offsets
