@@ -1,0 +1,103 @@
+"""Runs the passes of a plan: tables to the device, the backbone over them, hidden states back. Knows no question.
+
+One plan at a time; the caller serialises. Snapshots are slots in this executor's buffers, written by the prefix passes
+of a plan and valid until it ends.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.errors import ForkgraphError, InferenceError
+from engine.model import Backbone
+from engine.ranges import span
+from engine.schedule import Pass, Plan
+from engine.snapshot import SnapshotBuffers
+from graphs.rungs import rung
+from ops.tables import TABLE_WORDS, fill
+
+_BLOCKS = 64
+"""Passes whose tables are copied together; bounds the pinned memory of `independent` runs."""
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What the executor ran, counted from the tables it filled: true rows (no padding) and passes, by kind of pass."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+    most_branches: int = 0
+    """Segments of the largest branch pass."""
+
+    def add(self, kind: str, rows: int, segments: int) -> None:
+        self.rows[kind] = self.rows.get(kind, 0) + rows
+        self.passes[kind] = self.passes.get(kind, 0) + 1
+        if kind == "branch":
+            self.most_branches = max(self.most_branches, segments)
+
+    @property
+    def total_rows(self) -> int:
+        return sum(self.rows.values())
+
+
+class Executor:
+    """Owns the snapshot buffers of one backbone on one device."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        embedding = backbone.weights.embedding
+        self.backbone, self.device = backbone, embedding.device
+        self.buffers = SnapshotBuffers(backbone.dimensions, dtype=embedding.dtype, device=self.device)
+        d = backbone.dimensions
+        self.group = d.num_attention_heads // d.num_key_value_heads
+
+    def run(self, plan: Plan) -> tuple[Tensor, Counters]:
+        """Final hidden states [plan.num_reads, h] on the CPU in the model's dtype, and what was run.
+
+        Returns only after the device is done, also on error. Raises InferenceError when a pass fails.
+        """
+        counters = Counters()
+        try:
+            with self._on_device():
+                self.buffers.reserve(plan.buffers)
+                pieces: list[Tensor] = []
+                for first in range(0, len(plan.passes), _BLOCKS):
+                    group = plan.passes[first : first + _BLOCKS]
+                    for tables, one in zip(self._tables(group, counters), group, strict=True):
+                        pieces.append(self._forward(tables, one))
+                hidden = torch.cat(pieces).cpu()
+        except ForkgraphError:
+            raise
+        except Exception as error:
+            self._synchronize()
+            raise InferenceError(f"model inference failed: {type(error).__name__}: {error}") from error
+        order = torch.tensor([place for one in plan.passes for place in one.outputs])
+        return torch.empty_like(hidden).index_copy_(0, order, hidden), counters
+
+    def _tables(self, passes: tuple[Pass, ...], counters: Counters) -> Tensor:
+        """One block per pass, filled on the host and copied to the device together."""
+        host = torch.empty(len(passes), TABLE_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        blocks = host.numpy()
+        for block, one in zip(blocks, passes, strict=True):
+            rows = fill(block, one.entries, one.reads, group=self.group)
+            counters.add(one.kind, rows, len(one.entries))
+        return host.to(self.device, non_blocking=True)
+
+    def _forward(self, tables: Tensor, one: Pass) -> Tensor:
+        reads = len(one.reads)
+        padded = rung(reads) if reads else 0
+        with span(one.kind, rows=one.rows, rung=rung(one.rows), segments=len(one.entries), reads=reads):
+            hidden: Tensor = self.backbone(tables, rung(one.rows), padded, self.buffers.layers)
+        return hidden[:reads]
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Triton launches on the current device, which belongs to the thread."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+

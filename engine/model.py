@@ -1,0 +1,183 @@
+"""The Qwen3.5 text backbone as plain modules over `ops`; any dimensions.
+
+Every arithmetic step is an operator of `ops`, so a row's bits are decided there and nowhere else. Formulas:
+transformers `models/qwen3_5`. Fused products per layer: mixer input, mixer output, gate and up, down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.dimensions import ModelDimensions
+from engine.snapshot import AttentionBuffers, GdnBuffers, LayerBuffers
+from ops.add_rms_norm import add_rms_norm
+from ops.attention import attention
+from ops.attention_prepare import attention_prepare
+from ops.delta_rule import delta_rule
+from ops.gated_rms_norm import gated_rms_norm
+from ops.gdn_conv import gdn_conv
+from ops.silu_mul import silu_mul
+from ops.tables import READ_ROWS, ROW_TOKEN
+from ops.take_rows import take_rows
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""The GEMM handle: rows [R, K] and a weight [N, K] to [R, N]."""
+
+# Shapes: R packed rows, N read rows, h hidden, i intermediate, C convolved channels, P columns of the fused product.
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpWeights:
+    norm_h: Tensor
+    gate_up: Tensor  # [2 i, h]
+    down: Tensor  # [h, i]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnWeights:
+    norm_h: Tensor
+    in_proj: Tensor  # [P, h]: q, k, v, z, b, a, zero rows up to a multiple of 16
+    conv: Tensor  # [C, 4]
+    a_log: Tensor  # [Hv] float32
+    dt_bias: Tensor  # [Hv]
+    out_norm: Tensor  # [dv] float32
+    out_proj: Tensor  # [h, Hv * dv]
+    mlp: MlpWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionWeights:
+    norm_h: Tensor
+    in_proj: Tensor  # [2 H d + 2 Hkv d, h]: per head query and gate, then keys, then values
+    q_norm: Tensor
+    k_norm: Tensor
+    out_proj: Tensor  # [h, H d]
+    mlp: MlpWeights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """All weights of the backbone on one device. `embedding` is [vocabulary, h], `rope` [positions, rotary dims]."""
+
+    embedding: Tensor
+    layers: tuple[GdnWeights | AttentionWeights, ...]
+    norm_h: Tensor
+    rope: Tensor
+
+
+def rope_table(dimensions: ModelDimensions, positions: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[positions, rotary dims]: cos then sin of position * theta^(-2i/rotary), float32 rounded once.
+
+    Text positions are equal in all three mrope sections, so plain rotary angles serve.
+    """
+    rotary = dimensions.rotary_dim
+    inverse = 1.0 / dimensions.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.int64).float() / rotary)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
+    return torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype).to(device)
+
+
+def _mlp(x_Rh: Tensor, delta_Rh: Tensor, w: MlpWeights, eps: float, linear: Linear) -> tuple[Tensor, Tensor]:
+    x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, eps)
+    return x_Rh, linear(silu_mul(linear(normed_Rh, w.gate_up)), w.down)
+
+
+class GdnLayer(nn.Module):
+    """Gated DeltaNet block. Takes the residual stream and the last block's output, returns the same two."""
+
+    def __init__(self, weights: GdnWeights, dimensions: ModelDimensions, linear: Linear) -> None:
+        super().__init__()
+        self.w, self.linear = weights, linear
+        self.eps, self.z_offset = dimensions.rms_norm_eps, dimensions.conv_dim
+
+    def forward(
+        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, buffers: GdnBuffers, reads: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """With `reads`, the last layer: only that many read rows go on past the delta rule."""
+        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, reads)
+        return (x_Rh, mixed_Rh) if reads == 0 else _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
+
+    def _mix(
+        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, buffers: GdnBuffers, reads: int | None
+    ) -> tuple[Tensor, Tensor]:
+        # A method of its own, so that eager runs drop what the mixer held before the MLP allocates.
+        w = self.w
+        x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, self.eps)
+        proj_RP = self.linear(normed_Rh, w.in_proj)
+        qkv_RC, gates_RG = gdn_conv(
+            proj_RP, w.conv, w.a_log, w.dt_bias, tables, buffers.history, buffers.tail_kv, buffers.tail_gates
+        )
+        o_RV = delta_rule(qkv_RC, gates_RG, buffers.tail_kv, buffers.tail_gates, buffers.states, tables)
+        if reads == 0:  # a prefix nobody reads: what it leaves behind is all that is wanted
+            return x_Rh[:0], delta_Rh[:0]
+        if reads is not None:
+            x_Rh, o_RV, proj_RP = (take_rows(t, tables, READ_ROWS, reads) for t in (x_Rh, o_RV, proj_RP))
+        gated_RV = gated_rms_norm(o_RV, proj_RP, w.out_norm, self.eps, self.z_offset)
+        return x_Rh, self.linear(gated_RV, w.out_proj)
+
+
+class AttentionLayer(nn.Module):
+    """Gated full attention block, same contract."""
+
+    def __init__(self, weights: AttentionWeights, dimensions: ModelDimensions, rope: Tensor, linear: Linear) -> None:
+        super().__init__()
+        self.w, self.rope, self.linear = weights, rope, linear
+        self.eps, self.head_dim = dimensions.rms_norm_eps, dimensions.head_dim
+        self.q_columns = 2 * dimensions.num_attention_heads * dimensions.head_dim
+
+    def forward(
+        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, buffers: AttentionBuffers, reads: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """With `reads`, the last layer: all rows give keys and values, only that many read rows go on."""
+        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, reads)
+        return (x_Rh, mixed_Rh) if reads == 0 else _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
+
+    def _mix(
+        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, cache: AttentionBuffers, reads: int | None
+    ) -> tuple[Tensor, Tensor]:
+        w = self.w
+        x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, self.eps)
+        if reads is None:
+            q_proj = kv_proj = self.linear(normed_Rh, w.in_proj)
+            kv_offset = self.q_columns
+        else:
+            kv_proj, kv_offset = self.linear(normed_Rh, w.in_proj[self.q_columns :]), 0
+            x_Rh, normed_Rh = (take_rows(t, tables, READ_ROWS, reads) for t in (x_Rh, normed_Rh))
+            q_proj = self.linear(normed_Rh, w.in_proj[: self.q_columns])
+        q, k, v = attention_prepare(
+            q_proj, kv_proj, w.q_norm, w.k_norm, self.rope, cache.k_cache, cache.v_cache, tables,
+            self.eps, kv_offset, reads is not None,
+        )  # fmt: skip
+        if reads == 0:
+            return x_Rh, delta_Rh[:0]
+        o = attention(q, q_proj, cache.k_cache, cache.v_cache, k, v, tables, self.head_dim, reads is not None)
+        return x_Rh, self.linear(o, w.out_proj)
+
+
+class Backbone(nn.Module):
+    """Tokens in (through the tables), final hidden states of the read rows out."""
+
+    def __init__(self, weights: Weights, dimensions: ModelDimensions, linear: Linear) -> None:
+        super().__init__()
+        self.weights, self.dimensions = weights, dimensions
+        self.layers = nn.ModuleList(
+            GdnLayer(w, dimensions, linear)
+            if isinstance(w, GdnWeights)
+            else AttentionLayer(w, dimensions, weights.rope, linear)
+            for w in weights.layers
+        )
+
+    @torch.no_grad()
+    def forward(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
+        """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
+        x_Rh = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
+        delta_Rh = torch.zeros_like(x_Rh)
+        last = len(self.layers) - 1
+        for i, layer in enumerate(self.layers):
+            x_Rh, delta_Rh = layer(x_Rh, delta_Rh, tables, buffers[i], reads if i == last else None)
+        if reads == 0:
+            return x_Rh
+        return add_rms_norm(x_Rh, delta_Rh, self.weights.norm_h, self.dimensions.rms_norm_eps)[1]
