@@ -30,6 +30,8 @@ SINGLE = "model.safetensors"
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
 
+RANDOM_NOTE = "The weights are random: answers show the mechanics and judge nothing."
+
 _PREFIXES = ("model.language_model.", "model.", "")
 _NOT_TEXT = ("model.visual.", "visual.", "model.mtp.", "mtp.", HEAD)
 _DTYPES = ("BF16", "F32")  # float16 and quantised files would change values on the way to bfloat16
@@ -141,8 +143,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     for name, file in index.items():
         if name not in held[file]:
             raise CheckpointError(f"{file}: {INDEX} places {name} there, but the file does not hold it")
-    places = _text_tensors(folder, held, index, expected_tensors(dimensions))
-    for name, spec in expected_tensors(dimensions).items():
+    expected = expected_tensors(dimensions)
+    places = _text_tensors(folder, held, index, expected)
+    for name, spec in expected.items():
         file = index[places[name]]
         _check_tensor(file, places[name], shards[file].get_slice(places[name]), list(spec.shape))
     return Checkpoint(folder, dimensions, shards, places)

@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.errors import ForkgraphError, InferenceError
 from engine.model import Backbone
 from engine.ranges import span
-from engine.schedule import Pass, Plan
+from engine.schedule import BufferSizes, Pass, Plan
 from engine.snapshot import SnapshotBuffers
+from graphs.capture import CapturedForwards
 from graphs.rungs import rung
 from ops.tables import TABLE_WORDS, fill
 
@@ -45,14 +46,21 @@ class Counters:
 
 
 class Executor:
-    """Owns the snapshot buffers of one backbone on one device."""
+    """Owns the snapshot buffers of one backbone on one device, and the CUDA graphs that hold their addresses."""
 
-    def __init__(self, backbone: Backbone) -> None:
+    def __init__(self, backbone: Backbone, *, capture_limit_bytes: int = 0) -> None:
+        """With `capture_limit_bytes`, forwards are replayed from CUDA graphs up to that much device memory."""
         embedding = backbone.weights.embedding
         self.backbone, self.device = backbone, embedding.device
         self.buffers = SnapshotBuffers(backbone.dimensions, dtype=embedding.dtype, device=self.device)
         d = backbone.dimensions
         self.group = d.num_attention_heads // d.num_key_value_heads
+        self.captured = (
+            CapturedForwards(self._eager, words=TABLE_WORDS, device=self.device, limit_bytes=capture_limit_bytes)
+            if capture_limit_bytes
+            else None
+        )
+        self._missed: dict[tuple[int, int], Tensor] = {}
 
     def run(self, plan: Plan) -> tuple[Tensor, Counters]:
         """Final hidden states [plan.num_reads, h] on the CPU in the model's dtype, and what was run.
@@ -62,7 +70,7 @@ class Executor:
         counters = Counters()
         try:
             with self._on_device():
-                self.buffers.reserve(plan.buffers)
+                self._reserve(plan.buffers)
                 pieces: list[Tensor] = []
                 for first in range(0, len(plan.passes), _BLOCKS):
                     group = plan.passes[first : first + _BLOCKS]
@@ -86,12 +94,36 @@ class Executor:
             counters.add(one.kind, rows, len(one.entries))
         return host.to(self.device, non_blocking=True)
 
+    def capture_missed(self) -> None:
+        """Capture the forwards that ran uncaptured since the last call, largest first, so that the others fit in."""
+        missed, self._missed = self._missed, {}
+        if self.captured is not None:
+            with self._on_device():
+                for rows, reads in sorted(missed, reverse=True):
+                    self.captured.capture(rows, reads, missed[rows, reads])
+
+    def _reserve(self, sizes: BufferSizes) -> None:
+        if self.captured is not None and not self.buffers.fits(sizes):
+            self.captured.drop()  # its graphs hold the addresses of the buffers that are replaced
+            self._missed.clear()
+        self.buffers.reserve(sizes)
+
     def _forward(self, tables: Tensor, one: Pass) -> Tensor:
         reads = len(one.reads)
-        padded = rung(reads) if reads else 0
-        with span(one.kind, rows=one.rows, rung=rung(one.rows), segments=len(one.entries), reads=reads):
-            hidden: Tensor = self.backbone(tables, rung(one.rows), padded, self.buffers.layers)
-        return hidden[:reads]
+        rows, padded = rung(one.rows), rung(reads) if reads else 0
+        with span(one.kind, rows=one.rows, rung=rows, segments=len(one.entries), reads=reads):
+            if self.captured is None:
+                return self._eager(tables, rows, padded)[:reads]
+            hidden = self.captured.replay(tables, rows, padded)
+            if hidden is not None:
+                return hidden[:reads].clone()  # the next replay writes over it
+            if self.captured.wants(rows, padded):
+                self._missed[rows, padded] = tables.clone()
+            return self._eager(tables, rows, padded)[:reads]
+
+    def _eager(self, tables: Tensor, rows: int, reads: int) -> Tensor:
+        hidden: Tensor = self.backbone(tables, rows, reads, self.buffers.layers)
+        return hidden
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on the current device, which belongs to the thread."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.dimensions import ModelDimensions
 from engine.snapshot import AttentionBuffers, GdnBuffers, LayerBuffers
+from graphs.regions import Region, compiled, dynamic_rows
 from ops.add_rms_norm import add_rms_norm
 from ops.attention import attention
 from ops.attention_prepare import attention_prepare
@@ -85,6 +86,11 @@ def _mlp(x_Rh: Tensor, delta_Rh: Tensor, w: MlpWeights, eps: float, linear: Line
     return x_Rh, linear(silu_mul(linear(normed_Rh, w.gate_up)), w.down)
 
 
+def _picked(x_Rh: Tensor, tables: Tensor, read_rows_N: Tensor) -> Tensor:
+    picked_Nh: Tensor = take_rows(x_Rh, tables, READ_ROWS, read_rows_N.shape[0])
+    return picked_Nh
+
+
 class GdnLayer(nn.Module):
     """Gated DeltaNet block. Takes the residual stream and the last block's output, returns the same two."""
 
@@ -94,14 +100,28 @@ class GdnLayer(nn.Module):
         self.eps, self.z_offset = dimensions.rms_norm_eps, dimensions.conv_dim
 
     def forward(
-        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, buffers: GdnBuffers, reads: int | None = None
+        self,
+        x_Rh: Tensor,
+        delta_Rh: Tensor,
+        tables: Tensor,
+        buffers: GdnBuffers,
+        last: bool = False,
+        read_rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """With `reads`, the last layer: only that many read rows go on past the delta rule."""
-        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, reads)
-        return (x_Rh, mixed_Rh) if reads == 0 else _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
+        """In the last layer only the rows named by `read_rows_N` go on past the delta rule; without them, none does."""
+        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, read_rows_N)
+        if last and read_rows_N is None:
+            return x_Rh, mixed_Rh
+        return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
 
     def _mix(
-        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, buffers: GdnBuffers, reads: int | None
+        self,
+        x_Rh: Tensor,
+        delta_Rh: Tensor,
+        tables: Tensor,
+        buffers: GdnBuffers,
+        last: bool,
+        read_rows_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # A method of its own, so that eager runs drop what the mixer held before the MLP allocates.
         w = self.w
@@ -111,10 +131,10 @@ class GdnLayer(nn.Module):
             proj_RP, w.conv, w.a_log, w.dt_bias, tables, buffers.history, buffers.tail_kv, buffers.tail_gates
         )
         o_RV = delta_rule(qkv_RC, gates_RG, buffers.tail_kv, buffers.tail_gates, buffers.states, tables)
-        if reads == 0:  # a prefix nobody reads: what it leaves behind is all that is wanted
-            return x_Rh[:0], delta_Rh[:0]
-        if reads is not None:
-            x_Rh, o_RV, proj_RP = (take_rows(t, tables, READ_ROWS, reads) for t in (x_Rh, o_RV, proj_RP))
+        if last:
+            if read_rows_N is None:  # a prefix nobody reads: what it leaves behind is all that is wanted
+                return x_Rh, o_RV
+            x_Rh, o_RV, proj_RP = (_picked(t, tables, read_rows_N) for t in (x_Rh, o_RV, proj_RP))
         gated_RV = gated_rms_norm(o_RV, proj_RP, w.out_norm, self.eps, self.z_offset)
         return x_Rh, self.linear(gated_RV, w.out_proj)
 
@@ -129,55 +149,85 @@ class AttentionLayer(nn.Module):
         self.q_columns = 2 * dimensions.num_attention_heads * dimensions.head_dim
 
     def forward(
-        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, buffers: AttentionBuffers, reads: int | None = None
+        self,
+        x_Rh: Tensor,
+        delta_Rh: Tensor,
+        tables: Tensor,
+        buffers: AttentionBuffers,
+        last: bool = False,
+        read_rows_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """With `reads`, the last layer: all rows give keys and values, only that many read rows go on."""
-        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, reads)
-        return (x_Rh, mixed_Rh) if reads == 0 else _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
+        """In the last layer all rows give keys and values, and only those named by `read_rows_N` go on."""
+        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, read_rows_N)
+        if last and read_rows_N is None:
+            return x_Rh, mixed_Rh
+        return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
 
     def _mix(
-        self, x_Rh: Tensor, delta_Rh: Tensor, tables: Tensor, cache: AttentionBuffers, reads: int | None
+        self,
+        x_Rh: Tensor,
+        delta_Rh: Tensor,
+        tables: Tensor,
+        cache: AttentionBuffers,
+        last: bool,
+        read_rows_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         w = self.w
         x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, self.eps)
-        if reads is None:
+        if last:
+            kv_proj, kv_offset = self.linear(normed_Rh, w.in_proj[self.q_columns :]), 0
+            if read_rows_N is None:
+                q_proj = kv_proj.new_empty(0, self.q_columns)
+            else:
+                x_Rh, normed_Rh = (_picked(t, tables, read_rows_N) for t in (x_Rh, normed_Rh))
+                q_proj = self.linear(normed_Rh, w.in_proj[: self.q_columns])
+        else:
             q_proj = kv_proj = self.linear(normed_Rh, w.in_proj)
             kv_offset = self.q_columns
-        else:
-            kv_proj, kv_offset = self.linear(normed_Rh, w.in_proj[self.q_columns :]), 0
-            x_Rh, normed_Rh = (take_rows(t, tables, READ_ROWS, reads) for t in (x_Rh, normed_Rh))
-            q_proj = self.linear(normed_Rh, w.in_proj[: self.q_columns])
         q, k, v = attention_prepare(
             q_proj, kv_proj, w.q_norm, w.k_norm, self.rope, cache.k_cache, cache.v_cache, tables,
-            self.eps, kv_offset, reads is not None,
+            self.eps, kv_offset, last,
         )  # fmt: skip
-        if reads == 0:
-            return x_Rh, delta_Rh[:0]
-        o = attention(q, q_proj, cache.k_cache, cache.v_cache, k, v, tables, self.head_dim, reads is not None)
+        if last and read_rows_N is None:
+            return x_Rh, k
+        o = attention(q, q_proj, cache.k_cache, cache.v_cache, k, v, tables, self.head_dim, last)
         return x_Rh, self.linear(o, w.out_proj)
 
 
 class Backbone(nn.Module):
     """Tokens in (through the tables), final hidden states of the read rows out."""
 
-    def __init__(self, weights: Weights, dimensions: ModelDimensions, linear: Linear) -> None:
+    def __init__(
+        self, weights: Weights, dimensions: ModelDimensions, linear: Linear, *, compile_layers: bool = False
+    ) -> None:
         super().__init__()
-        self.weights, self.dimensions = weights, dimensions
+        self.weights, self.dimensions, self.compile_layers = weights, dimensions, compile_layers
         self.layers = nn.ModuleList(
             GdnLayer(w, dimensions, linear)
             if isinstance(w, GdnWeights)
             else AttentionLayer(w, dimensions, weights.rope, linear)
             for w in weights.layers
         )
+        self._forwards: dict[type[nn.Module], Region] = {GdnLayer: GdnLayer.forward, AttentionLayer: AttentionLayer.forward}
+        if compile_layers:
+            key = (dimensions, weights.embedding.dtype, weights.embedding.device, linear)
+            self._forwards = {kind: compiled(kind.forward, key) for kind in self._forwards}
 
     @torch.no_grad()
     def forward(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
         """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
-        x_Rh = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
+        x_Rh: Tensor = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
         delta_Rh = torch.zeros_like(x_Rh)
-        last = len(self.layers) - 1
+        read_rows_N = tables[READ_ROWS : READ_ROWS + reads] if reads else None
         for i, layer in enumerate(self.layers):
-            x_Rh, delta_Rh = layer(x_Rh, delta_Rh, tables, buffers[i], reads if i == last else None)
-        if reads == 0:
-            return x_Rh
-        return add_rms_norm(x_Rh, delta_Rh, self.weights.norm_h, self.dimensions.rms_norm_eps)[1]
+            last = i == len(self.layers) - 1
+            if self.compile_layers:
+                dynamic_rows(x_Rh, delta_Rh, read_rows_N, *vars(buffers[i]).values())
+            x_Rh, delta_Rh = self._forwards[type(layer)](
+                layer, x_Rh, delta_Rh, tables, buffers[i], last, read_rows_N if last else None
+            )
+        if read_rows_N is None:
+            return x_Rh[:0]
+        hidden_Nh: Tensor = add_rms_norm(x_Rh, delta_Rh, self.weights.norm_h, self.dimensions.rms_norm_eps)[1]
+        return hidden_Nh
+

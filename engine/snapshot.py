@@ -7,7 +7,7 @@ slots once, and every later pass of the request only reads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from engine.dimensions import ModelDimensions
 from engine.schedule import BufferSizes
 from ops.tables import CHUNK, CONV_HISTORY
 
+_SMALLEST = BufferSizes(kv_rows=2, slots=2, states=2)  # sizes the compiler does not take for constants
 _KV_STEP = 1_024  # K/V rows grow in steps, so that slightly longer requests do not reallocate
 
 
@@ -51,21 +52,22 @@ class SnapshotBuffers:
         self.dimensions, self.dtype, self.device = dimensions, dtype, device
         self.sizes = BufferSizes()
         self.layers: list[LayerBuffers] = []
-        self.reserve(BufferSizes(kv_rows=1, slots=1, states=1))
+        self.reserve(_SMALLEST)
 
-    def reserve(self, sizes: BufferSizes) -> bool:
-        """Make room for `sizes`; True when buffers were replaced. Contents are not kept: no snapshot is alive."""
+    def fits(self, sizes: BufferSizes) -> bool:
+        """Whether `reserve` would leave the buffers where they are."""
+        return self.sizes.union(sizes) == self.sizes
+
+    def reserve(self, sizes: BufferSizes) -> None:
+        """Make room for `sizes`. Contents are not kept: no snapshot is alive."""
+        if self.fits(sizes):
+            return
         wanted = self.sizes.union(sizes)
-        if wanted == self.sizes:
-            return False
-        if wanted.kv_rows > self.sizes.kv_rows > 0:
-            wanted = BufferSizes(
-                kv_rows=-(-wanted.kv_rows // _KV_STEP) * _KV_STEP, slots=wanted.slots, states=wanted.states
-            )
+        if wanted.kv_rows > _SMALLEST.kv_rows:
+            wanted = replace(wanted, kv_rows=-(-wanted.kv_rows // _KV_STEP) * _KV_STEP)
         self.layers = []  # the old buffers go first: growing never holds both
         self.layers = [self._allocate(kind, wanted) for kind in self.dimensions.layer_types]
         self.sizes = wanted
-        return True
 
     def _allocate(self, kind: str, sizes: BufferSizes) -> LayerBuffers:
         d = self.dimensions

@@ -16,11 +16,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from engine.checkpoint import INDEX, expected_tensors, random_tensor
+from engine.checkpoint import INDEX, RANDOM_NOTE, expected_tensors, random_tensor
 from engine.dimensions import FULL, LINEAR, ModelDimensions
 from engine.errors import ConfigError
-
-NOTE = "The weights are random: answers show the mechanics and judge nothing."
 
 _FORMAT = 1  # part of the folder's name; raise it whenever the files' content changes
 _MANIFEST = "tiny.json"
@@ -190,7 +188,7 @@ def write_tiny(folder: Path, *, seed: int = 0, layers: int = 4) -> None:
     )
     _write_weights(folder, ModelDimensions.from_config(config), seed)
     sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    manifest = {"note": NOTE, "seed": seed, "files": sizes}
+    manifest = {"note": RANDOM_NOTE, "seed": seed, "files": sizes}
     (folder / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
 
 

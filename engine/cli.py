@@ -1,0 +1,182 @@
+"""What the command lines share: options from Hydra, errors as one line, exit codes, requests and whole files.
+
+Knows nothing of what a command does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO, TypeVar, cast
+
+import hydra
+from hydra.conf import HydraConf
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+from engine.config import EngineConfig, nearest
+from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
+
+EXAMPLE = "configs/requests/support_ticket.json"
+"""The request that commands take when none is given."""
+
+Config = TypeVar("Config", bound=EngineConfig)
+
+# Settings of Hydra whose members are anybody's.
+_FREE_FORM = tuple(
+    f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper", "job.env_set")
+)
+
+
+def run_command(name: str, config_class: type[Config], job: Callable[[Config], int]) -> int:
+    """Run `job` with the options in `sys.argv`, several times with `-m`; the exit code of the process.
+
+    `configs/NAME.yaml` is the root. What a user can mend is one line on standard error and code 2; a job's own code
+    is passed on, the highest of them with `-m`; Ctrl-C gives 130. Anything else is a bug and keeps its traceback.
+    """
+    codes: list[int] = []
+
+    @hydra.main(version_base=None, config_path="../configs", config_name=name)
+    def task(options: DictConfig) -> None:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            print(f"--- {' '.join(HydraConfig.get().overrides.task)}", file=sys.stderr)
+        try:
+            codes.append(job(to_config(options, config_class)))
+        except (ForkgraphError, OSError) as error:  # reported here, so that a sweep goes on with its next job
+            codes.append(_report(name, error))
+
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving with code 1
+    try:
+        with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
+            OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
+            check_overrides(_overrides(sys.argv[1:]), config_class)
+            task()
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        return _report(name, as_config_error(error, config_class))
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+    return max(codes, default=0)
+
+
+def _report(name: str, error: ForkgraphError | OSError) -> int:
+    if isinstance(error, BrokenPipeError):  # whoever read standard output has left; what is buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2 if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
+
+
+def _overrides(arguments: Sequence[str]) -> list[str]:
+    return [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
+
+
+def check_overrides(overrides: Sequence[str], config_class: type[EngineConfig]) -> None:
+    """Raise ConfigError for a key that is neither an option nor a setting of Hydra; Hydra lets some of both pass."""
+    options = list(_keys(config_class()))
+    settings = [f"hydra.{key}" for key in _keys(HydraConf())]
+    groups = [f"hydra/{group}" for default in HydraConf().defaults for group in cast(dict[str, Any], default)]
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key = override.key_or_group
+        known = options if not key.startswith("hydra") else groups if "/" in key else settings
+        if key not in known and not key.startswith(_FREE_FORM):
+            raise ConfigError(f"{key} is not an option{nearest(key, known)}")
+
+
+def _keys(config: Any, prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields of a dataclass."""
+    for field in dataclasses.fields(config):
+        yield prefix + field.name
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, f"{prefix}{field.name}.")
+
+
+def to_config(options: DictConfig, config_class: type[Config]) -> Config:
+    """The typed form of what Hydra composed. Raises ConfigError for a key or value that does not fit."""
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), options)
+        return cast(Config, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise as_config_error(error, config_class) from None
+
+
+def as_config_error(error: Exception, config_class: type[EngineConfig]) -> ConfigError:
+    """Hydra's and OmegaConf's errors, in this project's words where the user's mistake can be told."""
+    if isinstance(error, ConfigError):
+        return error
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        name, _, value = error.missing_cfg_file.rpartition("/")
+        if name in _keys(config_class()):
+            try:
+                config_class(**cast(dict[str, Any], {name: value}))
+            except ConfigError as reason:
+                return reason
+        return ConfigError(f"{name}={value} is not one of {', '.join(error.options)}{nearest(value, error.options)}")
+    lines = [line.strip() for line in str(error).splitlines()]
+    if key := getattr(error, "full_key", None):
+        found = getattr(error, "value", None)
+        return ConfigError(f"{key}={found if isinstance(found, str) else shown(found)}: {lines[0]}")
+    return ConfigError(" ".join(line for line in lines if not line.startswith(("See https:", "full_key:"))))
+
+
+def read_request(request: str | None, stdin: BinaryIO) -> tuple[bytes, str]:
+    """The body of one request and where it is from. Raises ConfigError when it cannot be read."""
+    if request is None:
+        folder, _, path = EXAMPLE.partition("/")
+        return files(folder).joinpath(path).read_bytes(), f"{EXAMPLE} (the example; choose with request=FILE)"
+    if request == "-":
+        return stdin.read(), "standard input"
+    return readable(request).read_bytes(), request
+
+
+def readable(name: str) -> Path:
+    """The path of a file that can be opened. Raises ConfigError naming it, and a file with nearly that name."""
+    path = Path(name).expanduser()
+    try:
+        path.open("rb").close()
+    except FileNotFoundError:
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        raise ConfigError(f"request={name}: no such file{nearest(path.name, beside)}") from None
+    except OSError as error:
+        raise ConfigError(f"request={name}: {error.strerror}") from None
+    return path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write under another name, then rename: the file is either the old one or complete.
+
+    Raises ConfigError when the folder cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"out={path}: {error.strerror}") from None
+
+
+def console(stream: TextIO) -> Console:
+    """For text that is not ours to interpret, wide enough for the tables when it goes to a file."""
+    return Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
+
+
+def config_file(out: Path) -> Path:
+    """Where the options that made `out` are kept."""
+    return out.with_name(f"{out.name}.config.yaml")
+
+
+def config_text(config: EngineConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,0 +1,213 @@
+"""Options of an engine and of its command lines.
+
+These classes own every default; the YAML under `configs/` repeats them and a test compares the two. A value is
+checked when it is set, with nothing but the value at hand; what depends on the machine is settled by `resolve`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from engine.errors import ConfigError, shown
+
+MODELS = ("tiny", "4b", "9b", "27b")
+DTYPES = ("auto", "bfloat16", "float32")
+SPLITS = ("exact", "aligned")
+GEMMS = ("auto", "default", "fixed")
+SCHEDULES = ("auto", "independent", "batched", "levels", "tree")
+PACKS = ("all", "one")
+GRAPHS = ("eager",)
+HEADS = ("yes_minus_no",)
+CONTROLS = ("plain", "special")
+FORMATS = ("text", "json")
+
+RANDOM = "random"
+"""Value of `checkpoint` that asks for weights made from the seed."""
+LARGEST_MAX_LENGTH = 16_384
+
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word closest to `word`, nothing when none is close."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}={value!s} is not one of {', '.join(allowed)}{nearest(str(value), allowed)}")
+
+
+def _within(name: str, value: int, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bounds = f"from {low} to {high:,}" if high is not None else f"of at least {low}"
+        raise ConfigError(f"{name}={shown(value)} is not a whole number {bounds}")
+
+
+@dataclass(kw_only=True)
+class TokensConfig:
+    control: str = "plain"
+    """What a control token typed inside a state or a question becomes: `plain` text pieces, or the `special` id."""
+
+    def __post_init__(self) -> None:
+        _one_of("tokens.control", self.control, CONTROLS)
+
+
+@dataclass(kw_only=True)
+class MemoryConfig:
+    question_snapshots: int = 16
+    """Question snapshots alive at once; a request with more questions runs in waves."""
+
+    def __post_init__(self) -> None:
+        _within("memory.question_snapshots", self.question_snapshots, 1, 4_096)
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """Everything that is fixed for an engine's life. Raises ConfigError on a value that can never work."""
+
+    model: str = "tiny"
+    checkpoint: str | None = None
+    """Hugging Face folder, or `random` for weights made from `seed`. `tiny` makes its own when none is given."""
+    tokenizer: str | None = None
+    """Folder with a tokenizer.json. Without one: the checkpoint's, and for `checkpoint=random` that of `tiny`."""
+    seed: int = 0
+    """Decides random and tiny weights, nothing else."""
+    device: str = "auto"
+    dtype: str = "auto"
+    """Storage of weights and activations. `auto`: bfloat16, but float32 for `tiny` on a CPU."""
+    split: str = "exact"
+    gemm: str = "auto"
+    schedule: str = "auto"
+    pack: str = "all"
+    """`one` runs branches one by one, to measure reuse alone."""
+    graphs: str = "eager"
+    head: str = "yes_minus_no"
+    max_length: int = 4_096
+    """Tokens of the longest prompt accepted; nothing is ever cut."""
+    cache_dir: str | None = None
+    """Where tiny checkpoints are kept. Without one: `forkgraph` in the user's cache folder."""
+    tokens: TokensConfig = field(default_factory=TokensConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+
+    def __post_init__(self) -> None:
+        _one_of("model", self.model, MODELS)
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("split", self.split, SPLITS)
+        _one_of("schedule", self.schedule, SCHEDULES)
+        _one_of("pack", self.pack, PACKS)
+        _one_of("head", self.head, HEADS)
+        if self.gemm == "tuned":
+            raise ConfigError("gemm=tuned is not available yet; gemm=fixed gives the same bits")
+        _one_of("gemm", self.gemm, GEMMS)
+        if self.graphs in ("compiled", "captured"):
+            raise ConfigError(f"graphs={self.graphs} is not available yet; use graphs=eager")
+        _one_of("graphs", self.graphs, GRAPHS)
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(
+                f"device={self.device} is not one of auto, cpu, cuda, cuda:N{nearest(self.device, ('cpu', 'cuda'))}"
+            )
+        _within("seed", self.seed, 0, 2**63 - 1)
+        _within("max_length", self.max_length, 1, LARGEST_MAX_LENGTH)
+        for name in ("checkpoint", "tokenizer", "cache_dir"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"{name}= is empty; give a folder or leave it out")
+        if self.pack == "one" and self.schedule in ("batched", "tree"):
+            raise ConfigError(
+                f"pack=one runs branches one by one, which contradicts schedule={self.schedule}; use schedule=levels"
+            )
+
+
+@dataclass(kw_only=True)
+class ScoreConfig(EngineConfig):
+    """`python -m engine.score`."""
+
+    request: str | None = None
+    """A .json request, a .jsonl file with one request per line, or `-` for one request on standard input."""
+    out: str | None = None
+    """File for the answers; without one they go to standard output."""
+    progress: bool = True
+    """Draw a progress bar for .jsonl on a terminal."""
+
+
+@dataclass(kw_only=True)
+class ExplainConfig(EngineConfig):
+    """`python -m engine.explain`."""
+
+    request: str | None = None
+    format: str = "text"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _one_of("format", self.format, FORMATS)
+
+
+Config = TypeVar("Config", bound=EngineConfig)
+
+
+def resolve(config: Config) -> Config:
+    """A copy in which device, dtype, gemm, schedule and the folders are concrete for this machine.
+
+    Raises ConfigError when the device or a folder does not exist, or when the model has no weights to run with.
+    """
+    if config.model != "tiny" and config.checkpoint is None:
+        raise ConfigError(
+            f"model={config.model} has no weights; give checkpoint=FOLDER, or checkpoint=random for weights made "
+            "from the seed"
+        )
+    device = _resolve_device(config.device)
+    small = device == "cpu" and config.model == "tiny"
+    return replace(
+        config,
+        checkpoint=RANDOM if config.checkpoint == RANDOM else _resolve_folder("checkpoint", config.checkpoint),
+        tokenizer=_resolve_folder("tokenizer", config.tokenizer),
+        device=device,
+        dtype=("float32" if small else "bfloat16") if config.dtype == "auto" else config.dtype,
+        gemm="fixed" if config.gemm == "auto" else config.gemm,
+        schedule="levels" if config.schedule == "auto" else config.schedule,
+        cache_dir=str(Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()),
+    )
+
+
+def _resolve_folder(name: str, value: str | None) -> str | None:
+    if value is None:
+        return None
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
+    return str(folder)
+
+
+def _resolve_device(device: str) -> str:
+    if device == "cpu":
+        return device
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device == "auto":
+        return "cuda:0" if available else "cpu"
+    index = int(device.partition(":")[2] or 0)
+    if index >= available:
+        found = f"{available} CUDA devices are" if available > 1 else f"{'one' if available else 'no'} CUDA device is"
+        raise ConfigError(f"device={device}: {found} visible; use device=" + ("cuda:0" if available else "cpu"))
+    return f"cuda:{index}"
+
+
+def default_cache_dir() -> Path:
+    """`forkgraph` in the cache folder of this platform's user."""
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA", "~/AppData/Local")
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "forkgraph"

@@ -1,0 +1,71 @@
+"""`python -m engine.explain`: what a request would run, from a tokenizer and dimensions alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from typing import BinaryIO, TextIO
+
+from engine.checkpoint import read_dimensions
+from engine.cli import console, read_request, run_command
+from engine.config import RANDOM, SPLITS, ExplainConfig, resolve
+from engine.dimensions import DIMENSIONS, ModelDimensions
+from engine.drawing import explain_report
+from engine.engine import MODEL_NAMES
+from engine.layout import Prompt, build_layout
+from engine.prompts import build_prompts
+from engine.requests import parse_request
+from engine.tiny import tiny_config, tiny_tokenizer
+from engine.tokens import Tokens
+
+
+def main() -> None:
+    sys.exit(run_command("explain", ExplainConfig, lambda c: explain(c, stdin=sys.stdin.buffer, stdout=sys.stdout)))
+
+
+def explain(config: ExplainConfig, *, stdin: BinaryIO, stdout: TextIO) -> int:
+    """Draw the prefix tree of `config.request` and what each split runs and holds; `config.split` comes first.
+
+    Nothing is allocated on a device and no weights are read. Raises RequestError for a request that would be refused.
+    """
+    config = resolve(replace(config, checkpoint=config.checkpoint or RANDOM))
+    body, source = read_request(config.request, stdin)
+    request = parse_request(body, MODEL_NAMES[config.model])
+    tokens, note = _tokenizer(config)
+    questions = build_prompts(request, tokens, config.max_length).questions
+    prompts = [[Prompt(ids) for ids in question.prompts] for question in questions]
+    splits = sorted(SPLITS, key=lambda split: split != config.split)
+    report = explain_report(
+        {split: build_layout(prompts, split) for split in splits},  # type: ignore[arg-type]
+        _dimensions(config),
+        2 if config.dtype == "bfloat16" else 4,
+        question_names=[question.id for question in questions],
+    )
+    if config.format == "json":
+        facts = {"request": source, "model": config.model, "dtype": config.dtype, "tokenizer": note}
+        stdout.write(json.dumps(facts | report.to_dict(), ensure_ascii=False, indent=2) + "\n")
+        return 0
+    console(stdout).print(f"request: {source}\nmodel: {config.model}, {config.dtype}\ntokenizer: {note}\n")
+    console(stdout).print(report.renderable())
+    return 0
+
+
+def _dimensions(config: ExplainConfig) -> ModelDimensions:
+    if config.checkpoint is not None and config.checkpoint != RANDOM:
+        return read_dimensions(config.checkpoint)
+    return DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
+
+
+def _tokenizer(config: ExplainConfig) -> tuple[Tokens, str]:
+    folder = config.tokenizer or (None if config.checkpoint == RANDOM else config.checkpoint)
+    if folder is not None:
+        return Tokens.load(folder, config.tokens.control), folder  # type: ignore[arg-type]
+    note = "that of tiny" + (
+        "" if config.model == "tiny" else "; the model's own makes fewer tokens, choose it with tokenizer=FOLDER"
+    )
+    return Tokens(tiny_tokenizer().to_str(), config.tokens.control), note  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Whole forwards as CUDA graphs, one per (rows, reads), replayed over static tables.
+
+All graphs share one memory pool and one stream, so a graph's activations lie where another's did; what a replay
+returns lives until the next one. Graphs hold the addresses of snapshot buffers and weights: whoever replaces those
+calls `drop` first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Forward = Callable[[Tensor, int, int], Tensor]
+"""Tables [words] on the device, padded rows, padded reads -> hidden states [reads, h]."""
+Key = tuple[int, int]
+
+logger = logging.getLogger("forkgraph")
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden: Tensor
+    bytes: int
+
+
+class CapturedForwards:
+    """Least recently used graphs up to `limit_bytes` of device memory beside the shared pool's first graph."""
+
+    def __init__(self, forward: Forward, *, words: int, device: torch.device, limit_bytes: int) -> None:
+        self._forward, self._device, self._limit = forward, device, limit_bytes
+        self._tables = torch.zeros(words, dtype=torch.int32, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._captured: OrderedDict[Key, _Captured] = OrderedDict()
+        self._failed: set[Key] = set()
+        self._pool: tuple[int, int] | None = None
+        self.capture_seconds: dict[Key, float] = {}
+
+    def replay(self, tables: Tensor, rows: int, reads: int) -> Tensor | None:
+        """Hidden states for these tables, valid until the next replay; None when this key has no graph yet."""
+        captured = self._captured.get((rows, reads))
+        if captured is None:
+            return None
+        self._captured.move_to_end((rows, reads))
+        self._tables.copy_(tables, non_blocking=True)
+        captured.graph.replay()
+        return captured.hidden
+
+    def wants(self, rows: int, reads: int) -> bool:
+        """Whether this key is neither captured nor known to fail."""
+        return (rows, reads) not in self._captured and (rows, reads) not in self._failed
+
+    def capture(self, rows: int, reads: int, tables: Tensor) -> None:
+        """Capture one key over the contents of `tables`, which any pass of this key will do for.
+
+        A capture that fails is reported once and leaves the eager forward in charge of that key.
+        """
+        start = time.perf_counter()
+        free_before = torch.cuda.mem_get_info(self._device)[0]
+        graph = torch.cuda.CUDAGraph()
+        self._tables.copy_(tables)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                hidden = self._forward(self._tables, rows, reads)
+        except Exception as error:
+            torch.cuda.synchronize(self._device)
+            self._failed.add((rows, reads))
+            logger.warning("no CUDA graph for %d rows, %d reads (%s); it runs uncaptured", rows, reads, error)
+            return
+        self._pool = graph.pool()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        used = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+        self._captured[rows, reads] = _Captured(graph, hidden, used)
+        self.capture_seconds[rows, reads] = time.perf_counter() - start
+        while len(self._captured) > 1 and sum(c.bytes for c in self._captured.values()) > self._limit:
+            self._captured.popitem(last=False)
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple(self._captured)
+
+    def drop(self) -> None:
+        """Forget every graph; their memory returns to the pool they shared."""
+        if self._captured:
+            torch.cuda.synchronize(self._device)
+        self._captured.clear()
+        self._failed.clear()
+        self._pool = None

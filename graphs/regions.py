@@ -1,0 +1,38 @@
+"""Regional torch.compile: the one place where a layer's forward is compiled, once per kind of layer.
+
+Regions hold views, allocations and operator calls only, so compiling moves work off the host and changes no bit. Row
+counts and buffer sizes are dynamic, everything else is fixed. Knows callables and tensors, nothing of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Region = Callable[..., Any]
+
+
+@cache
+def compiled(forward: FunctionType, key: Hashable) -> Region:
+    """`forward` as one full graph, shared by every module of the process that has this forward and this `key`.
+
+    The key names what differs between models but not between the layers of one (dimensions, dtype, GEMM handle).
+    Each key gets a code object of its own, since that is what the compiler counts recompilations by.
+    """
+    own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__)
+    return torch.compile(own, fullgraph=True)
+
+
+def dynamic_rows(*tensors: Tensor | None) -> None:
+    """Declare the first dimension of these region inputs dynamic, from the first call on.
+
+    The compiler fixes sizes 0 and 1 all the same, so callers keep them at 2 or more.
+    """
+    for tensor in tensors:
+        if tensor is not None:
+            torch._dynamo.mark_dynamic(tensor, 0)
