@@ -1,11 +1,20 @@
-"""Forkgraph: read an observation once, answer every question about it, with the bits of asking each alone."""
+"""Forkgraph: read an observation once, answer every question about it, with the bits of asking each alone.
 
-from engine.answers import Response
-from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import CapacityError, CheckpointError, ConfigError, ForkgraphError, InferenceError, RequestError
-from engine.layout import Prompt
-from engine.requests import Request, parse_request
+Names are imported when first used: torch takes seconds, and a wrong option should be reported at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.answers import Response
+    from engine.config import EngineConfig
+    from engine.engine import Engine
+    from engine.errors import CapacityError, CheckpointError, ConfigError, ForkgraphError, InferenceError, RequestError
+    from engine.layout import Prompt
+    from engine.requests import Request, parse_request
 
 __all__ = [
     "CapacityError",
@@ -21,3 +30,18 @@ __all__ = [
     "Response",
     "parse_request",
 ]
+
+_MODULES = {
+    "Engine": "engine.engine",
+    "EngineConfig": "engine.config",
+    "Prompt": "engine.layout",
+    "Request": "engine.requests",
+    "Response": "engine.answers",
+    "parse_request": "engine.requests",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(import_module(_MODULES.get(name, "engine.errors")), name)

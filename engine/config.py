@@ -25,7 +25,7 @@ SPLITS = ("exact", "aligned")
 GEMMS = ("auto", "default", "fixed")
 SCHEDULES = ("auto", "independent", "batched", "levels", "tree")
 PACKS = ("all", "one")
-GRAPHS = ("eager",)
+GRAPHS = ("auto", "eager", "compiled", "captured")
 HEADS = ("yes_minus_no",)
 CONTROLS = ("plain", "special")
 FORMATS = ("text", "json")
@@ -54,6 +54,11 @@ def _within(name: str, value: int, low: int, high: int | None = None) -> None:
         raise ConfigError(f"{name}={shown(value)} is not a whole number {bounds}")
 
 
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0 < value < float("inf")):
+        raise ConfigError(f"{name}={shown(value)} is not a positive number")
+
+
 @dataclass(kw_only=True)
 class TokensConfig:
     control: str = "plain"
@@ -67,9 +72,15 @@ class TokensConfig:
 class MemoryConfig:
     question_snapshots: int = 16
     """Question snapshots alive at once; a request with more questions runs in waves."""
+    limit_gib: float | None = None
+    """Device memory the engine may use, weights included. A request that cannot fit is refused with the figures."""
+    graphs_gib: float = 0.5
+    """Device memory for captured graphs; the least recently used ones go first."""
 
     def __post_init__(self) -> None:
         _within("memory.question_snapshots", self.question_snapshots, 1, 4_096)
+        _positive("memory.limit_gib", self.limit_gib)
+        _positive("memory.graphs_gib", self.graphs_gib)
 
 
 @dataclass(kw_only=True)
@@ -91,10 +102,13 @@ class EngineConfig:
     schedule: str = "auto"
     pack: str = "all"
     """`one` runs branches one by one, to measure reuse alone."""
-    graphs: str = "eager"
+    graphs: str = "auto"
+    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: compiled, from CUDA graphs."""
     head: str = "yes_minus_no"
     max_length: int = 4_096
     """Tokens of the longest prompt accepted; nothing is ever cut."""
+    warmup: list[int] = field(default_factory=list)
+    """Row counts to capture graphs for while loading; others are captured after their first use."""
     cache_dir: str | None = None
     """Where tiny checkpoints are kept. Without one: `forkgraph` in the user's cache folder."""
     tokens: TokensConfig = field(default_factory=TokensConfig)
@@ -110,8 +124,6 @@ class EngineConfig:
         if self.gemm == "tuned":
             raise ConfigError("gemm=tuned is not available yet; gemm=fixed gives the same bits")
         _one_of("gemm", self.gemm, GEMMS)
-        if self.graphs in ("compiled", "captured"):
-            raise ConfigError(f"graphs={self.graphs} is not available yet; use graphs=eager")
         _one_of("graphs", self.graphs, GRAPHS)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(
@@ -119,6 +131,8 @@ class EngineConfig:
             )
         _within("seed", self.seed, 0, 2**63 - 1)
         _within("max_length", self.max_length, 1, LARGEST_MAX_LENGTH)
+        for rows in self.warmup:
+            _within("warmup", rows, 1, LARGEST_MAX_LENGTH)
         for name in ("checkpoint", "tokenizer", "cache_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}= is empty; give a folder or leave it out")
@@ -158,7 +172,7 @@ Config = TypeVar("Config", bound=EngineConfig)
 def resolve(config: Config) -> Config:
     """A copy in which device, dtype, gemm, schedule and the folders are concrete for this machine.
 
-    Raises ConfigError when the device or a folder does not exist, or when the model has no weights to run with.
+    `schedule=auto` stays on CUDA: there it is decided per request. Raises ConfigError when the device or a folder does not exist, or when the model has no weights to run with.
     """
     if config.model != "tiny" and config.checkpoint is None:
         raise ConfigError(
@@ -174,7 +188,8 @@ def resolve(config: Config) -> Config:
         device=device,
         dtype=("float32" if small else "bfloat16") if config.dtype == "auto" else config.dtype,
         gemm="fixed" if config.gemm == "auto" else config.gemm,
-        schedule="levels" if config.schedule == "auto" else config.schedule,
+        schedule="levels" if config.schedule == "auto" and device == "cpu" else config.schedule,
+        graphs=_resolve_graphs(config.graphs, device),
         cache_dir=str(Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()),
     )
 
@@ -187,6 +202,14 @@ def _resolve_folder(name: str, value: str | None) -> str | None:
         beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
     return str(folder)
+
+
+def _resolve_graphs(graphs: str, device: str) -> str:
+    if device == "cpu" and graphs == "captured":
+        raise ConfigError("graphs=captured needs a CUDA device; use graphs=eager or graphs=compiled")
+    if graphs == "auto":
+        return "eager" if device == "cpu" else "captured"
+    return graphs
 
 
 def _resolve_device(device: str) -> str:

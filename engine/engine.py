@@ -7,8 +7,9 @@ a first-in-first-out queue. Safe to call from many threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,21 +20,24 @@ from torch import Tensor
 
 from engine.answers import Head, Provenance, Response, RunStatistics, answer_request, respond, scalar_scores
 from engine.checkpoint import Checkpoint, RandomWeights, open_checkpoint
-from engine.config import RANDOM, EngineConfig, resolve
+from engine.config import RANDOM, SPLITS, EngineConfig, resolve
 from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.drawing import ExplainReport, explain_report
-from engine.errors import CheckpointError, ConfigError, InferenceError, RequestError
+from engine.errors import CapacityError, CheckpointError, ConfigError, ForkgraphError, InferenceError, RequestError
 from engine.executor import Counters, Executor
 from engine.layout import Layout, Prompt, build_layout, independent_layout
+from engine.memory import MemoryPlan, plan_memory
 from engine.model import Backbone, Weights
 from engine.prompts import build_prompts
 from engine.ranges import span
 from engine.requests import Request, parse_request
-from engine.schedule import Limits, Plan, plan_passes
+from engine.schedule import BufferSizes, Limits, Plan, plan_passes
 from engine.tiny import tiny_checkpoint
 from engine.tokens import Tokens
 from engine.weights import Progress, load_weights
+from graphs.rungs import LADDER, rung
 from ops.linear import linear_default, linear_fixed
+from ops.tables import MAX_ROWS
 
 T = TypeVar("T")
 
@@ -46,6 +50,14 @@ MODEL_NAMES = {
 """The base id a response carries, then the aliases a request may use."""
 
 _HANDLES = {"default": linear_default, "fixed": linear_fixed}
+_ROW_LIMITS = (MAX_ROWS, 8_192, 4_096, 2_048, 1_024, 512)
+"""Rows of the largest pass, tried in turn when memory is limited."""
+_WARM_UP = {
+    "state": "Dialog: Update installed.",
+    "questions": {
+        "action": {"type": "choice", "instructions": "Close it.", "criteria": {"ok": "OK", "wait": "Wait"}},
+    },
+}
 _RUN_OPTIONS = ("split", "gemm", "schedule", "pack", "graphs")
 """What `Engine.like` may change: everything else belongs to the weights."""
 
@@ -66,8 +78,9 @@ class Engine:
         """`config` must be resolved. `Engine.load` is the usual way in."""
         self.config, self.dimensions, self.head, self.provenance = config, dimensions, head, provenance
         self._tokens, self._weights = tokens, weights
-        self._executor = Executor(Backbone(weights, dimensions, _HANDLES[config.gemm]))
-        self._limits = Limits(question_snapshots=config.memory.question_snapshots)
+        backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs != "eager")
+        graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
+        self._executor = Executor(backbone, capture_limit_bytes=graphs_bytes)
         self._queue = ThreadPoolExecutor(max_workers=1, thread_name_prefix="forkgraph")
         self._closed = False
 
@@ -83,10 +96,11 @@ class Engine:
         source, folder = _open_weights(config, dtype, device)
         tokens = Tokens.load(folder, control=config.tokens.control)  # type: ignore[arg-type]
         dimensions = source.dimensions
+        _check_memory(plan_memory(dimensions, rows=LADDER[0], buffers=BufferSizes(), **_memory_of(config)), config)
         weights = load_weights(
             source.tensor, dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress
         )
-        return cls(
+        engine = cls(
             config,
             tokens=tokens,
             weights=weights,
@@ -100,6 +114,17 @@ class Engine:
                 extra=_run_metadata(config),
             ),
         )
+        if device.type == "cuda":
+            engine.warm_up()
+        return engine
+
+    def warm_up(self) -> None:
+        """Answer a real request, which compiles what will be needed, and capture the graphs that `warmup` names."""
+        rows = {rung(rows) for rows in self.config.warmup}
+        self.score(_WARM_UP)
+        for length in sorted(rows, reverse=True):
+            length = min(length, self.config.max_length)
+            self.hidden_states([Prompt(np.resize(np.arange(16, dtype=np.int32), length))])
 
     def like(self, **options: Any) -> Engine:
         """Another engine over the same weights with other run options (split, gemm, schedule, pack, graphs)."""
@@ -126,8 +151,7 @@ class Engine:
         `cancel()` on the result removes a request that has not started; one that has runs to its end.
         """
         parsed = self._parsed(request)
-        layout = self._layout(parsed, self.config)
-        plan = self._plan(layout)
+        layout, plan = self._plan(self._prompts(parsed))
         return self._enqueue(lambda: self._answer(parsed, layout, plan))
 
     def hidden_states(self, prompts: Sequence[Prompt | Sequence[int]]) -> list[Tensor]:
@@ -137,8 +161,7 @@ class Engine:
         prompt above max_length, InferenceError for a read that is not finite.
         """
         checked = [self._checked(i, p) for i, p in enumerate(prompts)]
-        layout = self._layout_of([checked], self.config)
-        plan = self._plan(layout)
+        _, plan = self._plan([checked])
 
         def states() -> list[Tensor]:
             hidden, _ = self._executor.run(plan)
@@ -153,7 +176,9 @@ class Engine:
     def explain(self, request: Request | dict[str, Any] | str | bytes) -> ExplainReport:
         """What `request` would run: its prefix tree, rows with and without reuse, and bytes. Runs nothing."""
         parsed = self._parsed(request)
-        layouts = {split: self._layout(parsed, replace(self.config, split=split)) for split in ("exact", "aligned")}
+        prompts = self._prompts(parsed)
+        splits = sorted(SPLITS, key=lambda split: split != self.config.split)
+        layouts = {split: build_layout(prompts, split) for split in splits}  # type: ignore[arg-type]
         bytes_each = 2 if self.config.dtype == "bfloat16" else 4
         return explain_report(layouts, self.dimensions, bytes_each, question_names=list(parsed.questions))
 
@@ -164,6 +189,7 @@ class Engine:
         self._closed = True
         self._queue.shutdown(wait=True, cancel_futures=True)
         device = torch.device(self.config.device)
+        self._executor.release()
         del self._executor, self._weights
         if device.type == "cuda":
             with torch.cuda.device(device):
@@ -179,25 +205,66 @@ class Engine:
 
     def _enqueue(self, work: Callable[[], T]) -> Future[T]:
         if self._closed:
-            raise ConfigError("this engine is closed; load another one")
-        return self._queue.submit(work)
+            raise ForkgraphError("this engine is closed; load another one")
+        result = self._queue.submit(work)
+        # Behind the answer, so that a request never waits for graphs of its own, and only later ones profit.
+        result.add_done_callback(self._capture_later)
+        return result
+
+    def _capture_later(self, _: Future[Any]) -> None:
+        if self._executor.has_missed:
+            with suppress(RuntimeError):  # the queue was closed meanwhile
+                self._queue.submit(self._executor.capture_missed)
 
     def _parsed(self, request: Request | dict[str, Any] | str | bytes) -> Request:
         if isinstance(request, Request):
             return request
         return parse_request(request, MODEL_NAMES[self.config.model])
 
-    def _layout(self, request: Request, config: EngineConfig) -> Layout:
-        prompts = build_prompts(request, self._tokens, config.max_length)
-        return self._layout_of([[Prompt(ids) for ids in q.prompts] for q in prompts.questions], config)
+    def _prompts(self, request: Request) -> list[list[Prompt]]:
+        prompts = build_prompts(request, self._tokens, self.config.max_length)
+        return [[Prompt(ids) for ids in question.prompts] for question in prompts.questions]
 
-    def _layout_of(self, questions: Sequence[Sequence[Prompt]], config: EngineConfig) -> Layout:
-        if config.schedule in ("independent", "batched"):
-            return independent_layout(questions)
-        return build_layout(questions, config.split)  # type: ignore[arg-type]
+    def _plan(self, questions: Sequence[Sequence[Prompt]]) -> tuple[Layout, Plan]:
+        """The layout and passes to run: within the memory limit, and for `schedule=auto` the fastest predicted."""
+        for rows in _ROW_LIMITS:
+            limits = Limits(rows=rows, question_snapshots=self.config.memory.question_snapshots)
+            options = list(self._options(questions, limits))
+            fitting = [option for option in options if self._fits(option[1])]
+            if fitting:
+                plan = self._executor.times.fastest(plan for _, plan in fitting)
+                return next(option for option in fitting if option[1] is plan)
+            longest = max(len(prompt) for question in questions for prompt in question)
+            if longest > rows // 2:
+                break
+        _check_memory(self._memory(options[-1][1]), self.config)
+        raise AssertionError("a plan that does not fit is refused above")
 
-    def _plan(self, layout: Layout) -> Plan:
-        return plan_passes(layout, schedule=self.config.schedule, pack=self.config.pack, limits=self._limits)
+    def _options(self, questions: Sequence[Sequence[Prompt]], limits: Limits) -> Iterator[tuple[Layout, Plan]]:
+        schedule, pack, split = self.config.schedule, self.config.pack, self.config.split
+        if schedule in ("independent", "batched"):
+            layout = independent_layout(questions)
+            yield layout, plan_passes(layout, schedule=schedule, pack=pack, limits=limits)
+            return
+        layout = build_layout(questions, split)  # type: ignore[arg-type]
+        if schedule != "auto":
+            yield layout, plan_passes(layout, schedule=schedule, pack=pack, limits=limits)
+            return
+        with suppress(CapacityError):  # the tree may be too large for one pass
+            yield layout, plan_passes(layout, schedule="tree", pack=pack, limits=limits)
+        yield layout, plan_passes(layout, schedule="levels", pack=pack, limits=limits)
+        if layout.question_prefix_tokens:
+            flat = build_layout(questions, split, question_prefixes=False)  # type: ignore[arg-type]
+            yield flat, plan_passes(flat, schedule="levels", pack=pack, limits=limits)
+
+    def _memory(self, plan: Plan) -> MemoryPlan:
+        buffers = self._executor.buffers.sizes_for(plan.buffers)
+        rows = rung(max(one.rows for one in plan.passes))
+        return plan_memory(self.dimensions, rows=rows, buffers=buffers, **_memory_of(self.config))
+
+    def _fits(self, plan: Plan) -> bool:
+        limit = self.config.memory.limit_gib
+        return limit is None or self._memory(plan).total <= limit * 2**30
 
     def _answer(self, request: Request, layout: Layout, plan: Plan) -> Response:
         start = time.perf_counter()
@@ -206,7 +273,8 @@ class Engine:
         last = [places[-1] for places in plan.reads_of_prompt]
         scores = scalar_scores(hidden[last].float().numpy(), self.head)
         answers = answer_request(request, scores, self.head.temperature)
-        statistics = _statistics(layout, counters, shares=self.config.schedule not in ("independent", "batched"))
+        shares = self.config.schedule not in ("independent", "batched")
+        statistics = _statistics(layout, counters, shares=shares)
         return respond(answers, self.head, statistics, self.provenance, time.perf_counter() - start)
 
     def _checked(self, index: int, prompt: Prompt | Sequence[int]) -> Prompt:
@@ -224,6 +292,17 @@ class Engine:
             text = f"Input length {len(prompt)} exceeds max_length={self.config.max_length}; no silent truncation"
             raise RequestError(text, field=f"prompts[{index}]", value=len(prompt))
         return prompt
+
+
+def _memory_of(config: EngineConfig) -> dict[str, int]:
+    graphs = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
+    return {"dtype_bytes": 2 if config.dtype == "bfloat16" else 4, "graphs_bytes": graphs}
+
+
+def _check_memory(plan: MemoryPlan, config: EngineConfig) -> None:
+    limit = config.memory.limit_gib
+    if limit is not None and plan.total > limit * 2**30:
+        raise CapacityError(f"this needs {plan}, above memory.limit_gib={limit:g}")
 
 
 def _configured(config: EngineConfig, options: dict[str, Any]) -> EngineConfig:
@@ -253,7 +332,9 @@ def _open_weights(
         for field in fields(expected):
             ours, theirs = getattr(expected, field.name), getattr(source.dimensions, field.name)
             if ours != theirs:
-                raise CheckpointError(f"{folder}/config.json: {field.name} is {theirs}, model={config.model} has {ours}")
+                raise CheckpointError(
+                    f"{folder}/config.json: {field.name} is {theirs}, model={config.model} has {ours}"
+                )
     return source, config.tokenizer or folder
 
 

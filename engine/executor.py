@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from engine.auto import PassTimes
 from engine.errors import ForkgraphError, InferenceError
 from engine.model import Backbone
 from engine.ranges import span
@@ -61,6 +62,7 @@ class Executor:
             else None
         )
         self._missed: dict[tuple[int, int], Tensor] = {}
+        self.times = PassTimes()
 
     def run(self, plan: Plan) -> tuple[Tensor, Counters]:
         """Final hidden states [plan.num_reads, h] on the CPU in the model's dtype, and what was run.
@@ -101,6 +103,22 @@ class Executor:
             with self._on_device():
                 for rows, reads in sorted(missed, reverse=True):
                     self.captured.capture(rows, reads, missed[rows, reads])
+                    seconds = self.captured.replay_seconds.get((rows, reads))
+                    if seconds is not None:
+                        self.times.record(rows, seconds)
+
+    @property
+    def has_missed(self) -> bool:
+        """Whether `capture_missed` has something to do."""
+        return bool(self._missed)
+
+    def release(self) -> None:
+        """Wait for the device and drop graphs and buffers; the executor is not used again."""
+        self._synchronize()
+        if self.captured is not None:
+            self.captured.drop()
+        self._missed.clear()
+        self.buffers.layers = []
 
     def _reserve(self, sizes: BufferSizes) -> None:
         if self.captured is not None and not self.buffers.fits(sizes):
@@ -132,4 +150,3 @@ class Executor:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-

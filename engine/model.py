@@ -208,7 +208,10 @@ class Backbone(nn.Module):
             else AttentionLayer(w, dimensions, weights.rope, linear)
             for w in weights.layers
         )
-        self._forwards: dict[type[nn.Module], Region] = {GdnLayer: GdnLayer.forward, AttentionLayer: AttentionLayer.forward}
+        self._forwards: dict[type[nn.Module], Region] = {
+            GdnLayer: GdnLayer.forward,
+            AttentionLayer: AttentionLayer.forward,
+        }
         if compile_layers:
             key = (dimensions, weights.embedding.dtype, weights.embedding.device, linear)
             self._forwards = {kind: compiled(kind.forward, key) for kind in self._forwards}
@@ -230,4 +233,3 @@ class Backbone(nn.Module):
             return x_Rh[:0]
         hidden_Nh: Tensor = add_rms_norm(x_Rh, delta_Rh, self.weights.norm_h, self.dimensions.rms_norm_eps)[1]
         return hidden_Nh
-

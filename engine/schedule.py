@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import CapacityError
 from engine.layout import Layout, Segment
-from ops.tables import CHUNK, MAX_READS, MAX_ROWS, MAX_SEGMENTS, SegmentEntry, Source
+from ops.tables import CHUNK, MAX_CHUNKS, MAX_READS, MAX_ROWS, MAX_SEGMENTS, SegmentEntry, Source
 
 Read = tuple[int, int]  # (segment of the layout, row of that segment)
 
@@ -22,6 +22,7 @@ class Limits:
 
     rows: int = MAX_ROWS
     segments: int = MAX_SEGMENTS
+    chunks: int = MAX_CHUNKS
     reads: int = MAX_READS
     question_snapshots: int = 16
 
@@ -120,19 +121,21 @@ class _Planner:
     def packed(self, members: Sequence[tuple[int, SegmentEntry]]) -> Iterator[list[tuple[int, SegmentEntry]]]:
         """Cut into runs that keep the pass limits, in order."""
         run: list[tuple[int, SegmentEntry]] = []
-        rows = reads = 0
+        rows = reads = chunks = 0
         for s, entry in members:
             self.check(entry.length, len(self.reads_of(s)))
             full = (
                 rows + entry.length > self.limits.rows
                 or len(run) == self.limits.segments
+                or chunks + entry.num_chunks > self.limits.chunks
                 or reads + len(self.reads_of(s)) > self.limits.reads
             )
             if run and full:
                 yield run
-                run, rows, reads = [], 0, 0
+                run, rows, reads, chunks = [], 0, 0, 0
             run.append((s, entry))
             rows += entry.length
+            chunks += entry.num_chunks
             reads += len(self.reads_of(s))
         if run:
             yield run
@@ -245,7 +248,8 @@ def _waves(layout: Layout, limits: Limits) -> Iterator[tuple[list[int], list[int
     for question, own in branches_of.items():
         prefix = prefix_of.get(question)
         length = 0 if prefix is None else len(layout.segments[prefix].token_ids)
-        if prefix is not None and (len(prefixes) == limits.question_snapshots or rows + length > limits.rows) and prefixes:
+        full = len(prefixes) == limits.question_snapshots or rows + length > limits.rows
+        if prefix is not None and prefixes and full:
             yield prefixes, branches
             prefixes, branches, rows = [], [], 0
         if prefix is not None:
@@ -270,17 +274,17 @@ def _plan_tree(planner: _Planner) -> None:
         else:
             states[s] = states[segment.parent]
     order = sorted(range(len(segments)), key=lambda s: s not in owns)
-    rows = sum(len(s.token_ids) for s in segments)
-    if (
-        rows > limits.rows
-        or len(segments) > limits.segments
-        or len(planner.places) > limits.reads
-        or len(owns) > 1 + limits.question_snapshots
-    ):
+    needed = {
+        "rows": (sum(len(s.token_ids) for s in segments), limits.rows),
+        "segments": (len(segments), limits.segments),
+        "chunks": (sum((s.end - 1) // CHUNK - s.start // CHUNK + 1 for s in segments), limits.chunks),
+        "reads": (len(planner.places), limits.reads),
+        "states": (len(owns), 1 + limits.question_snapshots),
+    }
+    beyond = [f"{wanted} {name} where {limit} fit" for name, (wanted, limit) in needed.items() if wanted > limit]
+    if beyond:
         raise CapacityError(
-            f"schedule=tree needs one pass of {rows} rows, {len(segments)} segments, {len(planner.places)} reads and "
-            f"{len(owns)} states; the limits are {limits.rows}, {limits.segments}, {limits.reads} and "
-            f"{1 + limits.question_snapshots}; use schedule=levels"
+            f"schedule=tree runs one pass, and this request has {', '.join(beyond)}; use schedule=levels"
         )
     sources: dict[int | None, Source] = {}
     row = 0
@@ -312,5 +316,3 @@ def _plan_tree(planner: _Planner) -> None:
         )
     planner.emit("tree", members)
     planner.sizes = BufferSizes(states=len(owns))
-
-

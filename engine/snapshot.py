@@ -54,17 +54,22 @@ class SnapshotBuffers:
         self.layers: list[LayerBuffers] = []
         self.reserve(_SMALLEST)
 
+    def sizes_for(self, sizes: BufferSizes) -> BufferSizes:
+        """The sizes after `reserve(sizes)`."""
+        wanted = self.sizes.union(sizes)
+        if wanted.kv_rows > _SMALLEST.kv_rows:
+            wanted = replace(wanted, kv_rows=-(-wanted.kv_rows // _KV_STEP) * _KV_STEP)
+        return wanted
+
     def fits(self, sizes: BufferSizes) -> bool:
         """Whether `reserve` would leave the buffers where they are."""
-        return self.sizes.union(sizes) == self.sizes
+        return self.sizes_for(sizes) == self.sizes
 
     def reserve(self, sizes: BufferSizes) -> None:
         """Make room for `sizes`. Contents are not kept: no snapshot is alive."""
         if self.fits(sizes):
             return
-        wanted = self.sizes.union(sizes)
-        if wanted.kv_rows > _SMALLEST.kv_rows:
-            wanted = replace(wanted, kv_rows=-(-wanted.kv_rows // _KV_STEP) * _KV_STEP)
+        wanted = self.sizes_for(sizes)
         self.layers = []  # the old buffers go first: growing never holds both
         self.layers = [self._allocate(kind, wanted) for kind in self.dimensions.layer_types]
         self.sizes = wanted

@@ -48,7 +48,9 @@ def weight_shapes(dimensions: ModelDimensions) -> tuple[tuple[int, int], ...]:
     if d.num_linear_layers:
         shapes += [(d.gdn_proj, h), (h, d.value_dim)]
     if d.num_full_layers:
-        shapes += [(d.attention_proj, h), (h, d.query_dim)]
+        shapes += [(h, d.query_dim)]
+    if FULL in d.layer_types[:-1]:
+        shapes += [(d.attention_proj, h)]
     if d.layer_types[-1] == FULL:
         shapes += [(2 * d.query_dim, h), (2 * d.kv_dim, h)]
     return tuple(dict.fromkeys(shapes))

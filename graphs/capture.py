@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +37,12 @@ class CapturedForwards:
     def __init__(self, forward: Forward, *, words: int, device: torch.device, limit_bytes: int) -> None:
         self._forward, self._device, self._limit = forward, device, limit_bytes
         self._tables = torch.zeros(words, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._captured: OrderedDict[Key, _Captured] = OrderedDict()
         self._failed: set[Key] = set()
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self.capture_seconds: dict[Key, float] = {}
+        self.replay_seconds: dict[Key, float] = {}
 
     def replay(self, tables: Tensor, rows: int, reads: int) -> Tensor | None:
         """Hidden states for these tables, valid until the next replay; None when this key has no graph yet."""
@@ -79,8 +81,19 @@ class CapturedForwards:
         used = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
         self._captured[rows, reads] = _Captured(graph, hidden, used)
         self.capture_seconds[rows, reads] = time.perf_counter() - start
+        self.replay_seconds[rows, reads] = self._timed(graph)
         while len(self._captured) > 1 and sum(c.bytes for c in self._captured.values()) > self._limit:
             self._captured.popitem(last=False)
+
+    def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
+        """Seconds of one replay, the second of two, over the tables it was captured with."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        graph.replay()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
 
     @property
     def keys(self) -> tuple[Key, ...]:

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ops.attention_prepare import COLUMN_UNIT, check_head_size
+from ops.checks import STORAGE, check_at_least, check_multiple, check_tables, check_tensor
 from ops.tables import (
     PACKED,
     ROW_POSITION,
@@ -25,6 +27,7 @@ from ops.tables import (
     virtual_rows,
 )
 
+_OP = "attention"
 _TILE = 64
 
 
@@ -42,13 +45,16 @@ def attention(
 ) -> Tensor:
     """softmax(q k^T / sqrt(d)) v times sigmoid(gate), causal over the path of each row's segment -> [N, H * d].
 
-    q [N, H * d] is normed and rotated; q_proj [N, *] holds per head [query d | gate d]. Position p of a path is a row of
-    k_cache, v_cache [kv_rows, Hkv * d] or of k, v [R, Hkv * d] (the kv virtual rows of `tables`). With `reads`, query
-    row i is packed row READ_ROWS[i]. Float32 inside, one rounding to the storage dtype.
-    """
-    from ops.kernels.attention import launch
+    q [N, H * d] is normed and rotated; q_proj [N, *] holds per head [query d | gate d]. Position p of a path is a row
+    of k_cache, v_cache [kv_rows, Hkv * d] or of k, v [R, Hkv * d] (the kv virtual rows of `tables`). With `reads`,
+    query row i is packed row READ_ROWS[i]. Float32 inside, one rounding to the storage dtype.
 
-    return launch(q, q_proj, k_cache, v_cache, k, v, tables, head_dim, reads)
+    Raises TypeError for a dtype, ValueError for a shape, stride, alignment or device.
+    """
+    from ops.kernels.attention import launch_attention
+
+    _check(q, q_proj, k_cache, v_cache, k, v, tables, head_dim)
+    return launch_attention(q, q_proj, k_cache, v_cache, k, v, tables, head_dim, reads)
 
 
 @attention.register_fake
@@ -78,10 +84,13 @@ def _(
     head_dim: int,
     reads: bool,
 ) -> Tensor:
+    _check(q, q_proj, k_cache, v_cache, k, v, tables, head_dim)
     d, heads = head_dim, q.shape[1] // head_dim
     host = HostTables.of(tables)
     positions, segments = host.rows(ROW_POSITION), host.rows(ROW_SEGMENT)
     packed_rows = host.read_rows() if reads else np.arange(len(positions))
+    check_at_least(_OP, "the number of rows of q", q.shape[0], len(packed_rows))
+    check_at_least(_OP, "the number of rows of k", k.shape[0], len(positions))
 
     # A row stands at place p % 64 of the 64-row tile of its position, and that tile walks key tiles 0 .. p // 64: the
     # shapes of every step and the row's place in them depend on p alone.
@@ -144,3 +153,21 @@ def attention_reference(q: Tensor, gate: Tensor, k: Tensor, v: Tensor) -> Tensor
     later = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(-1)
     return torch.einsum("hij,jhd->ihd", weights, v) * gate.sigmoid()
+
+
+def _check(
+    q: Tensor, q_proj: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, tables: Tensor, head_dim: int
+) -> None:
+    device, dtype = q.device, q.dtype
+    check_head_size(_OP, head_dim)
+    check_tensor(_OP, "q", q, (None, None), STORAGE, device)
+    check_tensor(_OP, "q_proj", q_proj, (q.shape[0], None), dtype, device)
+    check_multiple(_OP, "the number of columns of q_proj", q_proj.shape[1], COLUMN_UNIT)
+    check_at_least(_OP, "the number of columns of q_proj", q_proj.shape[1], 2 * q.shape[1])
+    check_tensor(_OP, "k", k, (None, None), dtype, device)
+    check_multiple(_OP, "the number of columns of k", k.shape[1], head_dim)
+    check_tensor(_OP, "v", v, tuple(k.shape), dtype, device)
+    check_tensor(_OP, "k_cache", k_cache, (None, k.shape[1]), dtype, device)
+    check_tensor(_OP, "v_cache", v_cache, tuple(k_cache.shape), dtype, device)
+    check_tables(_OP, tables, device)
+    check_multiple(_OP, "the number of columns of q", q.shape[1], k.shape[1])

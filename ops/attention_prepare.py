@@ -8,8 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ops.checks import STORAGE, check_at_least, check_multiple, check_separate, check_tables, check_tensor
 from ops.cpu import by_row_tiles
 from ops.tables import NUM_READS, NUM_ROWS, ROW_POSITION, ROW_SEGMENT, SEG_KV_WRITE, HostTables
+
+_OP = "attention_prepare"
+COLUMN_UNIT = 16
+"""Columns of a projection, and those before its keys, come in multiples of this."""
 
 
 @torch.library.custom_op("forkgraph::attention_prepare", mutates_args=("k_cache", "v_cache"), device_types="cuda")
@@ -33,10 +38,16 @@ def attention_prepare(
     q_norm, k_norm [d] are zero-centred RMSNorm weights; rope [positions, rot] has rows [cos rot/2 | sin rot/2] and is
     read at the absolute position. A segment with SEG_KV_WRITE >= 0 puts its keys and values into k_cache, v_cache
     [kv_rows, Hkv * d] at row position + SEG_KV_WRITE, and leaves its rows of k and v undefined.
-    """
-    from ops.kernels.attention_prepare import launch
 
-    return launch(q_proj, kv_proj, q_norm, k_norm, rope, k_cache, v_cache, tables, eps, kv_offset, reads)
+    A value head that is not finite is put down as zeros under a key of NaN: whoever attends to it reads NaN, and a row
+    that masks it is untouched. Raises TypeError for a dtype, ValueError for a shape, stride, alignment or device.
+    """
+    from ops.kernels.attention_prepare import launch_attention_prepare
+
+    _check(q_proj, kv_proj, q_norm, k_norm, rope, k_cache, v_cache, tables, kv_offset, reads)
+    return launch_attention_prepare(
+        q_proj, kv_proj, q_norm, k_norm, rope, k_cache, v_cache, tables, eps, kv_offset, reads
+    )
 
 
 def num_query_heads(q_proj: Tensor, head_dim: int, kv_offset: int) -> int:
@@ -78,6 +89,7 @@ def _(
     kv_offset: int,
     reads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check(q_proj, kv_proj, q_norm, k_norm, rope, k_cache, v_cache, tables, kv_offset, reads)
     d, width = q_norm.shape[0], k_cache.shape[1]
     heads = num_query_heads(q_proj, d, kv_offset)
     host = HostTables.of(tables)
@@ -86,13 +98,18 @@ def _(
     q_positions = positions[torch.from_numpy(host.read_rows()).long()] if reads else positions
     q_rows = host.count(NUM_READS) if reads else rows
 
+    check_at_least(_OP, "the number of rows of q_proj", q_proj.shape[0], q_rows)
+    check_at_least(_OP, "the number of rows of kv_proj", kv_proj.shape[0], rows)
+
     q = q_proj.new_zeros(q_proj.shape[0], heads * d)
     queries = q_proj[:q_rows, : 2 * heads * d].reshape(-1, heads, 2, d)[:, :, 0]
     q[:q_rows] = _norm_and_rotate(queries, q_norm, rope, q_positions, eps).reshape(q_rows, heads * d)
 
-    keys = kv_proj[:rows, kv_offset : kv_offset + width]
-    values = kv_proj[:rows, kv_offset + width : kv_offset + 2 * width]
-    keys = _norm_and_rotate(keys.reshape(rows, -1, d), k_norm, rope, positions, eps).reshape(rows, width)
+    keys = kv_proj[:rows, kv_offset : kv_offset + width].reshape(rows, -1, d)
+    values = kv_proj[:rows, kv_offset + width : kv_offset + 2 * width].reshape(rows, -1, d)
+    finite = values.isfinite().all(-1, keepdim=True)
+    keys = torch.where(finite, _norm_and_rotate(keys, k_norm, rope, positions, eps), torch.nan).view(rows, width)
+    values = torch.where(finite, values, 0.0).view(rows, width)
     k, v = kv_proj.new_zeros(kv_proj.shape[0], width), kv_proj.new_zeros(kv_proj.shape[0], width)
     offsets = torch.from_numpy(host.field(SEG_KV_WRITE)[host.rows(ROW_SEGMENT)]).long()
     packed = (offsets < 0).nonzero()[:, 0]
@@ -120,7 +137,9 @@ def _norm_and_rotate(x: Tensor, weight: Tensor, rope: Tensor, positions: Tensor,
     return by_row_tiles(tile, x.reshape(rows * heads, d), angles)[0].reshape(rows, heads, d)
 
 
-def attention_prepare_reference(x: Tensor, weight: Tensor, positions: Tensor, theta: float, rot: int, eps: float) -> Tensor:
+def attention_prepare_reference(
+    x: Tensor, weight: Tensor, positions: Tensor, theta: float, rot: int, eps: float
+) -> Tensor:
     """Float64 norm and rotary of heads x [R, heads, d] at absolute `positions` [R]; nothing is rounded."""
     x = x.double()
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight.double())
@@ -129,3 +148,45 @@ def attention_prepare_reference(x: Tensor, weight: Tensor, positions: Tensor, th
     x1, x2 = x[..., : rot // 2], x[..., rot // 2 : rot]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., rot:]], dim=-1)
+
+
+def _check(
+    q_proj: Tensor,
+    kv_proj: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    rope: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tables: Tensor,
+    kv_offset: int,
+    reads: bool,
+) -> None:
+    device, dtype, d = q_proj.device, q_proj.dtype, q_norm.shape[0]
+    check_tensor(_OP, "q_proj", q_proj, (None, None), STORAGE, device)
+    check_multiple(_OP, "the number of columns of q_proj", q_proj.shape[1], COLUMN_UNIT)
+    check_tensor(_OP, "kv_proj", kv_proj, (None if reads else q_proj.shape[0], None), dtype, device)
+    check_multiple(_OP, "the number of columns of kv_proj", kv_proj.shape[1], COLUMN_UNIT)
+    check_tensor(_OP, "q_norm", q_norm, (None,), dtype, device)
+    check_head_size(_OP, d)
+    check_tensor(_OP, "k_norm", k_norm, (d,), dtype, device)
+    check_tensor(_OP, "rope", rope, (None, None), dtype, device)
+    rot = rope.shape[1]
+    if rot < 2 or rot > d or rot & (rot - 1):
+        raise ValueError(f"{_OP}: rope has {rot} columns, wants a power of two from 2 to the head size {d}")
+    check_tensor(_OP, "k_cache", k_cache, (None, None), dtype, device)
+    check_multiple(_OP, "the number of columns of k_cache", k_cache.shape[1], d)
+    check_tensor(_OP, "v_cache", v_cache, tuple(k_cache.shape), dtype, device)
+    check_tables(_OP, tables, device)
+    if kv_offset:
+        check_multiple(_OP, "kv_offset", kv_offset, 2 * d)
+    check_at_least(_OP, "the number of columns of q_proj", q_proj.shape[1], kv_offset or 2 * d)
+    check_at_least(_OP, "the number of columns of kv_proj", kv_proj.shape[1], kv_offset + 2 * k_cache.shape[1])
+    check_separate(_OP, q_proj=q_proj, k_cache=k_cache, v_cache=v_cache)
+    check_separate(_OP, kv_proj=kv_proj, k_cache=k_cache, v_cache=v_cache)
+
+
+def check_head_size(op: str, d: int) -> None:
+    """A head fills whole vectors and is at least one step of a matrix product."""
+    if d < COLUMN_UNIT or d & (d - 1):
+        raise ValueError(f"{op}: the head size is {d}, wants a power of two from {COLUMN_UNIT}; pad the heads")

@@ -68,6 +68,12 @@ def check_at_least(op: str, name: str, value: int, least: int) -> None:
         raise ValueError(f"{op}: {name} is {value}, wants at least {least}; pass more")
 
 
+def check_at_most(op: str, name: str, value: int, most: int) -> None:
+    """`value` is not above `most`."""
+    if value > most:
+        raise ValueError(f"{op}: {name} is {value}, wants at most {most}; pass less")
+
+
 def check_separate(op: str, **tensors: Tensor) -> None:
     """No two of these share memory: an operator must not write what it also reads through another argument."""
     spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes, name) for name, x in tensors.items() if x.nbytes)

@@ -34,6 +34,6 @@ def by_row_tiles(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tupl
     """`fn` over fixed tiles of rows of every input [R, ...]; the results are joined and cut back to R rows."""
     rows = inputs[0].shape[0]
     tile = min(tile_rows(max(x[0].numel() for x in inputs)), 64) if rows else 64
-    tiles = [pad_rows(x.contiguous(), tile).split(tile) for x in inputs]
+    tiles = [torch.split(pad_rows(x.contiguous(), tile), tile) for x in inputs]
     parts = [fn(*pieces) for pieces in zip(*tiles, strict=True)]
     return tuple(torch.cat(column)[:rows] for column in zip(*parts, strict=True))

@@ -13,15 +13,18 @@ A chunk that a segment's parent left open is computed again from its first row, 
 the parent's tail or packed rows; so the split of a path into segments changes no bit of any row.
 """
 
-# Shape suffixes: R packed rows, T rows of one path, C columns of q|k|v, K/V columns of keys/values.
-
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ops.checks import STORAGE, check_at_least, check_at_most, check_separate, check_tables, check_tensor
 from ops.tables import (
     CHUNK,
+    MAX_ROWS,
+    NUM_ROWS,
     NUM_SEGMENTS,
     PACKED,
     SEG_CHUNK_OWN,
@@ -37,112 +40,181 @@ from ops.tables import (
 )
 
 
+@dataclass(frozen=True)
+class DeltaSizes:
+    """What the shapes of the arguments say about the layer."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, tail_gates: Tensor, states: Tensor) -> DeltaSizes:
+        _, value_heads, key_dim, value_dim = states.shape
+        return cls(tail_gates.shape[2] - 2 * value_heads, value_heads, key_dim, value_dim)
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def tail_gates(self) -> int:
+        return 2 * self.value_heads + self.key_heads
+
+
 @torch.library.custom_op("forkgraph::delta_rule", mutates_args=("states",), device_types="cuda")
 def delta_rule(
     qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor
 ) -> Tensor:
-    """Outputs [R, Hv*dv] of every segment's rows; states at last chunk borders are read and written in place.
+    """Outputs of every row; states at the last chunk border before each segment's end.
 
-    qkv [R, 2*Hk*dk + Hv*dv]          rows q | k | v after convolution, in storage dtype (bfloat16 or float32)
-    gates [R, 2*Hv + 2*Hk]            float32: log decay | beta | 1/norm of k | dk^-0.5/norm of q
-    tail_kv [slots, 64, Hk*dk + Hv*dv], tail_gates [slots, 64, 2*Hv + Hk]   open chunks of finished prefixes
-    states [state_slots, Hv, dk, dv]  float32; slot SEG_STATE_READ (-1: zeros) in, slot SEG_STATE_WRITE (-1: none) out
-    tables                            the int32 block of ops.tables
+    Hk/Hv key/value heads of dk/dv columns; R packed rows.
 
-    Raises TypeError or ValueError for a tensor of another dtype, shape, device or layout.
+        qkv         [R, 2 Hk dk + Hv dv]          q | k | v after the convolution, bfloat16 or float32
+        gates       [R, 2 Hv + 2 Hk]              float32: log decay | beta | 1 / |k| | dk^-0.5 / |q|
+        tail_kv     [slots, 64, Hk dk + Hv dv]    k | v of the chunk that a finished prefix left open, dtype of qkv
+        tail_gates  [slots, 64, 2 Hv + Hk]        the first columns of its gates
+        states      [state slots, Hv, dk, dv]     float32; slot SEG_STATE_READ is read (-1: zeros), slot
+                                                  SEG_STATE_WRITE written (-1: none), internal segments before leaves
+        tables      the block of ops.tables
+
+    Returns [R, Hv dv] in the dtype of qkv. Raises TypeError for a dtype, ValueError for a shape, stride, alignment,
+    device or shared memory; on CUDA head sizes are powers of two from 16 on.
     """
     from ops.kernels.delta_rule import launch_delta_rule
 
-    return launch_delta_rule(qkv, gates, tail_kv, tail_gates, states, tables)
+    n = _check(qkv, gates, tail_kv, tail_gates, states, tables)
+    for name, size in (("key", n.key_dim), ("value", n.value_dim)):
+        if size < 16 or size & (size - 1):
+            raise ValueError(f"delta_rule: a {name} head has {size} columns, wants a power of two from 16 on")
+    return launch_delta_rule(qkv, gates, tail_kv, tail_gates, states, tables, n)
 
 
 @delta_rule.register_fake
-def _(
-    qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor
-) -> Tensor:
-    _, value_heads, _, dv = states.shape
-    return qkv.new_empty(qkv.shape[0], value_heads * dv)
+def _fake(qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor) -> Tensor:
+    return qkv.new_empty(qkv.shape[0], DeltaSizes.of(tail_gates, states).values)
 
 
 @delta_rule.register_kernel("cpu")
-def _delta_rule_cpu(
-    qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor
-) -> Tensor:
-    """Every tensor operation has one shape, a whole chunk, whatever the segments: row bits depend on the path alone."""
+def _cpu(qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor) -> Tensor:
+    n = _check(qkv, gates, tail_kv, tail_gates, states, tables)
     host = HostTables.of(tables)
-    _, value_heads, dk, dv = states.shape
-    key_heads = tail_gates.shape[2] - 2 * value_heads
-    group, key_columns = value_heads // key_heads, key_heads * dk
-    gate_columns = tail_gates.shape[2]
-    flat_tail_kv, flat_tail_gates = tail_kv.flatten(0, 1), tail_gates.flatten(0, 1)
-    out = qkv.new_zeros(qkv.shape[0], value_heads * dv)
-    row_index = torch.arange(CHUNK)
-    future = row_index[None, :] > row_index[:, None]
-
-    def heads(rows: Tensor, count: int) -> Tensor:
-        """[64, count * d] -> [count, 64, d]."""
-        return rows.view(CHUNK, count, -1).transpose(0, 1).contiguous()
-
+    check_at_most("delta_rule", "the number of rows in tables", host.count(NUM_ROWS), qkv.shape[0])
+    out = qkv.new_zeros(qkv.shape[0], n.values)
+    tail_rows = (tail_kv.flatten(0, 1), tail_gates.flatten(0, 1))
     for s in range(host.count(NUM_SEGMENTS)):
         fields = host.segment(s)
-        start, end, read = fields[SEG_START], fields[SEG_START] + fields[SEG_LENGTH], fields[SEG_STATE_READ]
+        start, end = fields[SEG_START], fields[SEG_START] + fields[SEG_LENGTH]
+        read, write = fields[SEG_STATE_READ], fields[SEG_STATE_WRITE]
         state = states[read].clone() if read >= 0 else states.new_zeros(states.shape[1:])
         for first in range(start - start % CHUNK, end, CHUNK):
-            last = min(first + CHUNK, end)
-            own = max(first, start)
-            packed_row = fields[SEG_ROW] + own - start
-            own_in = slice(packed_row, packed_row + last - own)
-            own_at = slice(own - first, last - first)
-
-            # Chunk rows, exact zeros where the segment has none.
-            q = torch.zeros(CHUNK, key_columns)
-            kv = torch.zeros(CHUNK, tail_kv.shape[2])
-            gate = torch.zeros(CHUNK, gates.shape[1])
-            q[own_at] = qkv[own_in, :key_columns].float()
-            kv[own_at] = qkv[own_in, key_columns:].float()
-            gate[own_at] = gates[own_in]
-            if own > first:
-                before = torch.arange(first, own)
-                rows = torch.from_numpy(
-                    virtual_rows(before.numpy(), fields, SEG_CHUNK_REQUEST, SEG_CHUNK_QUESTION, SEG_CHUNK_OWN)
-                )
-                packed = rows >= PACKED
-                at, source = before[packed] - first, rows[packed] - PACKED
-                kv[at] = qkv[source, key_columns:].float()
-                gate[at, :gate_columns] = gates[source, :gate_columns]
-                at, source = before[~packed] - first, rows[~packed]
-                kv[at] = flat_tail_kv[source].float()
-                gate[at, :gate_columns] = flat_tail_gates[source]
-
-            columns = gate.t().contiguous()  # [gate columns, 64]
-            decay_log, beta, k_scale, q_scale = columns.split((value_heads, value_heads, key_heads, key_heads))
-            k = heads(kv[:, :key_columns].contiguous(), key_heads) * k_scale[:, :, None]
-            q_heads = heads(q, key_heads) * q_scale[:, :, None]
-            v = heads(kv[:, key_columns:].contiguous(), value_heads)
-
-            total = decay_log.cumsum(1)
-            decay = (total[:, :, None] - total[:, None, :]).masked_fill(future, -torch.inf).exp()
-            carried = total.exp()[:, :, None]
-            kk = torch.bmm(k, k.transpose(1, 2)).repeat_interleave(group, 0)
-            qk = torch.bmm(q_heads, k.transpose(1, 2)).repeat_interleave(group, 0)
-            k_value = k.repeat_interleave(group, 0)
-            q_value = q_heads.repeat_interleave(group, 0)
-            step = beta[:, :, None]
-            change = torch.linalg.solve_triangular(
-                step * kk * decay, step * (v - carried * torch.bmm(k_value, state)), upper=False, unitriangular=True
-            )
-            o = carried * torch.bmm(q_value, state) + torch.bmm(qk * decay, change)
-            out[own_in] = o.transpose(0, 1).reshape(CHUNK, -1)[own_at].to(out.dtype)
-            if last == first + CHUNK:
-                kept = decay[:, CHUNK - 1, :, None]
-                state = carried[:, CHUNK - 1 :] * state + torch.bmm(k_value.transpose(1, 2), kept * change)
-        if fields[SEG_STATE_WRITE] >= 0:
-            states[fields[SEG_STATE_WRITE]] = state
+            own_first, own_end = max(first, start), min(first + CHUNK, end)
+            row = fields[SEG_ROW] + own_first - start
+            own = slice(row, row + own_end - own_first)
+            q, kv, gate = _chunk_rows(qkv, gates, *tail_rows, fields, first, own_first, own, n)
+            o, next_state = _chunk(q, kv, gate, state, n)
+            out[own] = o[own_first - first : own_end - first].to(out.dtype)
+            if own_end == first + CHUNK:
+                state = next_state
+        if write >= 0:
+            states[write] = state
     return out
 
 
+def _chunk_rows(
+    qkv: Tensor,
+    gates: Tensor,
+    tail_kv: Tensor,
+    tail_gates: Tensor,
+    fields: tuple[int, ...],
+    first: int,
+    own_first: int,
+    own: slice,
+    n: DeltaSizes,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k|v and gates [64, ...] of the chunk at position `first` in float32; zeros where the segment has no row."""
+    q = torch.zeros(CHUNK, n.keys)
+    kv = torch.zeros(CHUNK, n.keys + n.values)
+    gate = torch.zeros(CHUNK, gates.shape[1])
+    own_at = slice(own_first - first, own_first - first + own.stop - own.start)
+    q[own_at] = qkv[own, : n.keys].float()
+    kv[own_at] = qkv[own, n.keys :].float()
+    gate[own_at] = gates[own]
+    before = torch.arange(first, own_first)
+    spaces = (SEG_CHUNK_REQUEST, SEG_CHUNK_QUESTION, SEG_CHUNK_OWN)
+    rows = torch.from_numpy(virtual_rows(before.numpy(), fields, *spaces))
+    in_pass = rows >= PACKED
+    for mask, source_kv, source_gates, row in (
+        (in_pass, qkv[:, n.keys :], gates, rows - PACKED),
+        (~in_pass, tail_kv, tail_gates, rows),
+    ):
+        at = before[mask] - first
+        kv[at] = source_kv[row[mask]].float()
+        gate[at, : n.tail_gates] = source_gates[row[mask], : n.tail_gates]
+    return q, kv, gate
+
+
+def _chunk(q: Tensor, kv: Tensor, gate: Tensor, state: Tensor, n: DeltaSizes) -> tuple[Tensor, Tensor]:
+    """Outputs [64, Hv dv] and the state behind a complete chunk, in float32.
+
+    Every tensor has one shape whatever the segments, so that a row's bits depend on its path alone.
+    """
+
+    def heads(rows: Tensor, count: int) -> Tensor:
+        """[64, count d] -> [count, 64, d]."""
+        return rows.reshape(CHUNK, count, -1).transpose(0, 1).contiguous()
+
+    group = n.value_heads // n.key_heads
+    counts = (n.value_heads, n.value_heads, n.key_heads, n.key_heads)
+    log_decay, beta, k_norm, q_norm = (x[:, :, None] for x in torch.split_with_sizes(gate.t().contiguous(), counts))
+    k = (heads(kv[:, : n.keys], n.key_heads) * k_norm).repeat_interleave(group, 0)
+    q = (heads(q, n.key_heads) * q_norm).repeat_interleave(group, 0)
+    v = heads(kv[:, n.keys :], n.value_heads)
+    total = log_decay.cumsum(1)
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+    decay = (total - total.transpose(1, 2)).masked_fill(future, -torch.inf).exp()
+    carried = total.exp()
+    a = beta * torch.bmm(k, k.transpose(1, 2)) * decay  # its diagonal is not read
+    change = beta * (v - carried * torch.bmm(k, state))
+    change = torch.linalg.solve_triangular(a, change, upper=False, unitriangular=True)
+    o = carried * torch.bmm(q, state) + torch.bmm(torch.bmm(q, k.transpose(1, 2)) * decay, change)
+    kept = decay[:, CHUNK - 1, :, None]
+    next_state = carried[:, CHUNK - 1 :] * state + torch.bmm(k.transpose(1, 2), kept * change)
+    return o.transpose(0, 1).reshape(CHUNK, n.values), next_state
+
+
+def _check(
+    qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor
+) -> DeltaSizes:
+    op, device = "delta_rule", qkv.device
+    check_tensor(op, "states", states, (None, None, None, None), torch.float32, device)
+    check_tensor(op, "tail_gates", tail_gates, (None, CHUNK, None), torch.float32, device)
+    n = DeltaSizes.of(tail_gates, states)
+    check_at_least(op, "the number of key heads (tail_gates)", n.key_heads, 1)
+    if n.value_heads % n.key_heads:
+        raise ValueError(f"{op}: {n.value_heads} value heads do not share {n.key_heads} key heads; check tail_gates")
+    check_tensor(op, "qkv", qkv, (None, 2 * n.keys + n.values), STORAGE, device)
+    check_at_most(op, "the number of rows of qkv", qkv.shape[0], MAX_ROWS)
+    check_tensor(op, "gates", gates, (qkv.shape[0], n.tail_gates + n.key_heads), torch.float32, device)
+    check_tensor(op, "tail_kv", tail_kv, (tail_gates.shape[0], CHUNK, n.keys + n.values), qkv.dtype, device)
+    check_tables(op, tables, device)
+    check_separate(op, qkv=qkv, gates=gates, tail_kv=tail_kv, tail_gates=tail_gates, states=states)
+    return n
+
+
 def delta_rule_reference(
-    qkv_TC: Tensor, gates: Tensor, *, key_heads: int, value_heads: int, key_dim: int, initial_state: Tensor | None = None
+    qkv_TC: Tensor,
+    gates: Tensor,
+    *,
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One path, token by token in float64: outputs [T, Hv, dv] and the state [Hv, dk, dv] after its last row.
 
@@ -150,16 +222,18 @@ def delta_rule_reference(
     """
     rows, group = qkv_TC.shape[0], value_heads // key_heads
     keys = key_heads * key_dim
-    q, k, v = qkv_TC.double().split((keys, keys, qkv_TC.shape[1] - 2 * keys), dim=1)
-    decay_log, beta, k_scale, q_scale = gates.double().split((value_heads, value_heads, key_heads, key_heads), dim=1)
-    q = (q.view(rows, key_heads, key_dim) * q_scale[:, :, None]).repeat_interleave(group, 1)
-    k = (k.view(rows, key_heads, key_dim) * k_scale[:, :, None]).repeat_interleave(group, 1)
-    v = v.view(rows, value_heads, v.shape[1] // value_heads)
+    values = qkv_TC.shape[1] - 2 * keys
+    q, k, v = torch.split_with_sizes(qkv_TC.double(), (keys, keys, values), 1)
+    counts = (value_heads, value_heads, key_heads, key_heads)
+    log_decay, beta, k_norm, q_norm = torch.split_with_sizes(gates.double(), counts, 1)
+    q = (q.view(rows, key_heads, key_dim) * q_norm[:, :, None]).repeat_interleave(group, 1)
+    k = (k.view(rows, key_heads, key_dim) * k_norm[:, :, None]).repeat_interleave(group, 1)
+    v = v.view(rows, value_heads, values // value_heads)
     state = v.new_zeros(value_heads, key_dim, v.shape[2]) if initial_state is None else initial_state.double()
     out = torch.empty_like(v)
-    for t in range(rows):
-        state = decay_log[t].exp()[:, None, None] * state
-        change = beta[t, :, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
-        state = state + k[t, :, :, None] * change[:, None, :]
-        out[t] = torch.einsum("hk,hkv->hv", q[t], state)
+    for i in range(rows):
+        state = log_decay[i].exp()[:, None, None] * state
+        change = beta[i, :, None] * (v[i] - torch.einsum("hk,hkv->hv", k[i], state))
+        state = state + k[i, :, :, None] * change[:, None, :]
+        out[i] = torch.einsum("hk,hkv->hv", q[i], state)
     return out, state

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ops.checks import STORAGE, check_at_least, check_multiple, check_row_pitch, check_tensor
+from ops.checks import ALIGNMENT, STORAGE, check_at_least, check_at_most, check_multiple, check_row_pitch, check_tensor
 from ops.cpu import by_row_tiles
 
 
@@ -61,6 +61,6 @@ def _check(o: Tensor, proj: Tensor, weight: Tensor, z_offset: int) -> None:
     check_row_pitch(op, "weight", weight)
     check_multiple(op, "the last dimension of o", o.shape[1], weight.shape[0])
     check_at_least(op, "z_offset", z_offset, 0)
+    check_at_most(op, "z_offset + the number of columns of o", z_offset + o.shape[1], proj.shape[1])
     if z_offset:
-        check_multiple(op, "z_offset", z_offset, 8)
-    check_at_least(op, "the number of columns of proj", proj.shape[1], z_offset + o.shape[1])
+        check_multiple(op, "z_offset", z_offset, ALIGNMENT // proj.element_size())

@@ -18,6 +18,7 @@ from ops.checks import (
     ALIGNMENT,
     STORAGE,
     check_at_least,
+    check_at_most,
     check_multiple,
     check_row_pitch,
     check_separate,
@@ -28,6 +29,7 @@ from ops.cpu import by_row_tiles
 from ops.tables import (
     CHUNK,
     CONV_HISTORY,
+    MAX_ROWS,
     NUM_ROWS,
     NUM_SEGMENTS,
     PACKED,
@@ -60,7 +62,7 @@ class ConvSizes:
     @classmethod
     def of(cls, proj: Tensor, conv_weight: Tensor, a_log: Tensor, tail_kv: Tensor, tail_gates: Tensor) -> ConvSizes:
         channels, value_heads = conv_weight.shape[0], a_log.shape[0]
-        key_heads = max(tail_gates.shape[2] - 2 * value_heads, 1)
+        key_heads = tail_gates.shape[2] - 2 * value_heads
         keys = channels - tail_kv.shape[2]
         return cls(
             channels=channels,
@@ -88,9 +90,7 @@ class ConvSizes:
         return 2 * self.value_heads + self.key_heads
 
 
-@torch.library.custom_op(
-    "forkgraph::gdn_conv", mutates_args=("history", "tail_kv", "tail_gates"), device_types="cuda"
-)
+@torch.library.custom_op("forkgraph::gdn_conv", mutates_args=("history", "tail_kv", "tail_gates"), device_types="cuda")
 def gdn_conv(
     proj: Tensor,
     conv_weight: Tensor,
@@ -136,7 +136,7 @@ def _cpu(
     n = _check(proj, conv_weight, a_log, dt_bias, tables, history, tail_kv, tail_gates)
     host = HostTables.of(tables)
     rows = host.count(NUM_ROWS)
-    check_at_least("gdn_conv", "the number of rows of proj", proj.shape[0], rows)
+    check_at_most("gdn_conv", "the number of rows in tables", rows, proj.shape[0])
 
     # taps[j] holds input p - 3 + j of the row at position p.
     taps = [proj.new_empty(rows, n.channels) for _ in range(CONV_HISTORY + 1)]
@@ -187,9 +187,7 @@ def _fake(
     return proj.new_empty(rows, n.channels), proj.new_empty(rows, n.gates, dtype=torch.float32)
 
 
-def _gather(
-    positions: npt.NDArray[np.int64], index: npt.NDArray[np.int64], snapshot: Tensor, packed: Tensor
-) -> Tensor:
+def _gather(positions: npt.NDArray[np.int64], index: npt.NDArray[np.int64], snapshot: Tensor, packed: Tensor) -> Tensor:
     """Virtual rows of one segment's path: [len(positions), C], zeros where the position is negative."""
     out = packed.new_zeros(len(positions), packed.shape[1])
     in_pass = (positions >= 0) & (index >= PACKED)
@@ -226,8 +224,9 @@ def _gates(proj: Tensor, qkv: Tensor, a_log: Tensor, dt_bias: Tensor, n: ConvSiz
     g, beta = by_row_tiles(value_heads, b, a)
     # A tile row is one head of one row: every reduction gives a full tile of scalars.
     (rnorm,) = by_row_tiles(norms, qkv[:, : 2 * n.keys].reshape(-1, n.key_dim))
-    q_rnorm, k_rnorm = rnorm.view(-1, 2 * n.key_heads).split(n.key_heads, dim=1)
-    return torch.cat([g, beta, k_rnorm, q_rnorm * n.key_dim**-0.5], dim=1)
+    by_head = rnorm.view(-1, 2 * n.key_heads)
+    q_rnorm, k_rnorm = by_head[:, : n.key_heads] * n.key_dim**-0.5, by_head[:, n.key_heads :]
+    return torch.cat([g, beta, k_rnorm, q_rnorm], dim=1)
 
 
 def gdn_conv_reference(
@@ -269,6 +268,7 @@ def _check(
     op, device, dtype = "gdn_conv", proj.device, proj.dtype
     check_tensor(op, "proj", proj, (None, None), STORAGE, device)
     check_row_pitch(op, "proj", proj)
+    check_at_most(op, "the number of rows of proj", proj.shape[0], MAX_ROWS)
     check_tensor(op, "conv_weight", conv_weight, (None, CONV_HISTORY + 1), dtype, device)
     check_tensor(op, "a_log", a_log, (None,), STORAGE, device)
     check_tensor(op, "dt_bias", dt_bias, tuple(a_log.shape), STORAGE, device)
@@ -278,10 +278,13 @@ def _check(
     check_tensor(op, "tail_kv", tail_kv, (slots, CHUNK, None), dtype, device)
     check_tensor(op, "tail_gates", tail_gates, (slots, CHUNK, None), torch.float32, device)
     check_separate(op, proj=proj, history=history, tail_kv=tail_kv, tail_gates=tail_gates)
+    check_at_least(op, "the number of value heads (a_log)", a_log.shape[0], 1)
+    check_at_least(op, "the number of key heads (tail_gates)", tail_gates.shape[2] - 2 * a_log.shape[0], 1)
     n = ConvSizes.of(proj, conv_weight, a_log, tail_kv, tail_gates)
-    check_tensor(op, "tail_gates", tail_gates, (slots, CHUNK, n.tail_gates), torch.float32, device)
     check_multiple(op, "a key head (key columns / key heads)", n.key_dim, ALIGNMENT // proj.element_size())
-    check_multiple(op, "a value head (value columns / value heads)", n.value_dim, ALIGNMENT // proj.element_size())
+    if n.key_dim & (n.key_dim - 1):
+        raise ValueError(f"{op}: a key head has {n.key_dim} columns, wants a power of two; pad the heads")
+    check_multiple(op, "the number of value columns", n.values, n.key_dim)
     if 2 * n.keys + n.values != n.channels:
         raise ValueError(
             f"{op}: {n.channels} channels are not {n.key_heads} key heads twice and {n.value_heads} value heads; "

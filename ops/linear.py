@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.checks import STORAGE, check_multiple, check_row_pitch, check_tensor
 from ops.cpu import pad_rows
 
 _TILE_ROWS = 64
+_OUTPUT_UNIT = 16
 
 
 @torch.library.custom_op("forkgraph::linear_fixed", mutates_args=(), device_types="cuda")
@@ -19,17 +21,24 @@ def linear_fixed(x: Tensor, w: Tensor) -> Tensor:
     """x [R, K] times the transpose of w [N, K], both in the storage dtype -> [R, N].
 
     A row's bits depend on that row and on `w` alone. This defines the canonical bits of a projection: one float32
-    accumulator walks K in order and is rounded once.
+    accumulator walks K in order and is rounded once. Raises TypeError for a dtype, ValueError for a shape, stride,
+    alignment or device.
     """
-    from ops.kernels.linear import launch
+    from ops.kernels.linear import launch_linear_fixed
 
-    return launch(x, w)
+    _check(x, w)
+    return launch_linear_fixed(x, w)
 
 
 @linear_fixed.register_kernel("cpu")
 def _(x: Tensor, w: Tensor) -> Tensor:
-    tiles = [F.linear(tile, w) for tile in pad_rows(x, _TILE_ROWS).split(_TILE_ROWS)]
-    return torch.cat(tiles)[: x.shape[0]].clone()
+    _check(x, w)
+    out = x.new_empty(x.shape[0], w.shape[0])
+    padded = pad_rows(x, _TILE_ROWS)
+    for first in range(0, x.shape[0], _TILE_ROWS):
+        rows = out[first : first + _TILE_ROWS]
+        rows.copy_(F.linear(padded[first : first + _TILE_ROWS], w)[: rows.shape[0]])
+    return out
 
 
 @linear_fixed.register_fake
@@ -51,3 +60,11 @@ def _(x: Tensor, w: Tensor) -> Tensor:
 @linear_default.register_fake
 def _(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _check(x: Tensor, w: Tensor) -> None:
+    op = "linear_fixed"
+    check_tensor(op, "x", x, (None, None), STORAGE, x.device)
+    check_row_pitch(op, "x", x)
+    check_tensor(op, "w", w, (None, x.shape[1]), x.dtype, x.device)
+    check_multiple(op, "the number of rows of w", w.shape[0], _OUTPUT_UNIT)

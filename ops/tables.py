@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,8 @@ MAX_GROUP = 8
 """Largest number of query heads per key/value head."""
 TILE_M = 64
 """(row, head) pairs of one attention query tile; a tile never mixes segments."""
-MAX_CHUNKS = MAX_ROWS // CHUNK + 2 * MAX_SEGMENTS
+MAX_CHUNKS = 768
+"""Chunks of one pass; bounds the delta rule's scratch. Enough for 255 branches that each straddle a border."""
 MAX_TILES = MAX_ROWS * MAX_GROUP // TILE_M + MAX_SEGMENTS
 
 # Counts, at the head of the block.
@@ -135,8 +137,8 @@ class SegmentEntry:
 
 
 def chunk_capacity(rows: int) -> int:
-    """Most chunks that `rows` packed rows can touch: each holds at least one row, a segment adds at most two."""
-    return min(rows, rows // CHUNK + 2 * MAX_SEGMENTS)
+    """Most chunks that a pass of `rows` packed rows may touch: each holds at least one row."""
+    return min(rows, MAX_CHUNKS)
 
 
 def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tuple[int, int]], *, group: int) -> int:
@@ -148,8 +150,8 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
     lengths = np.array([e.length for e in entries], dtype=np.int32)
     rows, count = int(lengths.sum()), len(entries)
     assert 0 < count <= MAX_SEGMENTS and rows <= MAX_ROWS and len(reads) <= MAX_READS and group <= MAX_GROUP
-    assert all(a.internal or not b.internal for a, b in zip(entries, entries[1:], strict=False))
-    block[: ROW_TOKEN] = 0
+    assert all(a.internal or not b.internal for a, b in pairwise(entries))
+    block[:ROW_TOKEN] = 0
     block[ROW_TOKEN:ROW_SEGMENT] = 0
     block[ROW_SEGMENT:SEGMENTS] = -1
     starts = np.array([e.start for e in entries], dtype=np.int32)
@@ -175,6 +177,7 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
             request.conv, question.conv, own.conv,
         )  # fmt: skip
     total_chunks = int(num_chunks.sum())
+    assert total_chunks <= MAX_CHUNKS
     segment_of_chunk = np.repeat(np.arange(count, dtype=np.int32), num_chunks)
     chunks = block[CHUNKS : CHUNKS + 2 * total_chunks].reshape(-1, 2)
     chunks[:, 0] = segment_of_chunk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.checks import STORAGE, check_at_least, check_row_pitch, check_tables, check_tensor
+from ops.checks import STORAGE, check_at_least, check_at_most, check_row_pitch, check_tables, check_tensor
 from ops.tables import TABLE_WORDS
 
 
@@ -46,4 +46,4 @@ def _check(source: Tensor, tables: Tensor, section: int, rows: int) -> None:
     check_tables(op, tables, source.device)
     check_at_least(op, "section", section, 0)
     check_at_least(op, "rows", rows, 0)
-    check_at_least(op, "the number of table words", TABLE_WORDS, section + rows)
+    check_at_most(op, "the end of the section", section + rows, TABLE_WORDS)

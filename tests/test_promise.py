@@ -1,4 +1,4 @@
-"""The promise: a candidate's final hidden state depends on its own tokens alone, whatever the schedule. `torch.equal`."""
+"""The promise: a candidate's final hidden state depends on its own tokens alone. `torch.equal` throughout."""
 
 from __future__ import annotations
 
@@ -66,9 +66,14 @@ def test_schedules_and_splits_give_the_same_bits(prefix: int, dtype: torch.dtype
 @dtypes
 @pytest.mark.parametrize(
     ("request_length", "question"),
-    [pytest.param(70, 9, id="same-chunk"), pytest.param(50, 140, id="two-borders"), pytest.param(0, 70, id="no-request"),
-     pytest.param(1, 1, id="history-of-one"), pytest.param(128, 64, id="on-the-border")],
-)  # fmt: skip
+    [
+        pytest.param(70, 9, id="same-chunk"),
+        pytest.param(50, 140, id="two-borders"),
+        pytest.param(0, 70, id="no-request"),
+        pytest.param(1, 1, id="history-of-one"),
+        pytest.param(128, 64, id="on-the-border"),
+    ],
+)
 def test_three_levels_give_the_same_bits(request_length: int, question: int, dtype: torch.dtype) -> None:
     questions = nested(np.random.default_rng(request_length), request_length, question)
     alone, _ = run(executor(dtype), questions, schedule="independent")
@@ -172,6 +177,7 @@ def test_reads_anywhere_on_a_path(dtype: torch.dtype) -> None:
     for i, ids in enumerate(whole):
         ids[70] = i
     prompts = [Prompt(ids, reads=(0, 63, 69, 70, 109)) for ids in whole]
+
     def all_reads(schedule: str) -> torch.Tensor:
         build = independent_layout([prompts]) if schedule == "independent" else build_layout([prompts], "exact")
         plan = plan_passes(build, schedule=schedule, pack="all", limits=Limits())

@@ -1,0 +1,55 @@
+"""Bytes of an engine on its device, from dimensions alone, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from engine.dimensions import ModelDimensions
+from engine.schedule import BufferSizes
+from ops.tables import CHUNK, chunk_capacity
+
+WORKSPACE_BYTES = 96 * 2**20
+"""What the BLAS library and the allocator's rounding take beside the tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by purpose. `pass_scratch` is the largest set of activations alive at once in one pass."""
+
+    weights: int
+    snapshots: int
+    pass_scratch: int
+    graphs: int
+    workspace: int = WORKSPACE_BYTES
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    @property
+    def above_weights(self) -> int:
+        return self.total - self.weights
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{f.name.replace('_', ' ')} {getattr(self, f.name) / 2**30:.2f}" for f in fields(self))
+        return f"{self.total / 2**30:.2f} GiB ({parts})"
+
+
+def plan_memory(
+    dimensions: ModelDimensions, *, dtype_bytes: int, rows: int, buffers: BufferSizes, graphs_bytes: int
+) -> MemoryPlan:
+    """For passes of up to `rows` rows over snapshot buffers of these sizes; `graphs_bytes` is the bound on graphs."""
+    snapshot = dimensions.snapshot_bytes(dtype_bytes)
+    return MemoryPlan(
+        weights=dimensions.weight_bytes(dtype_bytes).total,
+        snapshots=snapshot.buffers(kv_rows=buffers.kv_rows, slots=buffers.slots, states=buffers.states),
+        pass_scratch=dimensions.pass_bytes(rows, dtype_bytes) + delta_rule_scratch(dimensions, rows, dtype_bytes),
+        graphs=graphs_bytes,
+    )
+
+
+def delta_rule_scratch(dimensions: ModelDimensions, rows: int, dtype_bytes: int) -> int:
+    """The inverse and the scores, 64 x 64 each, of every chunk and value head of one layer."""
+    if not dimensions.num_linear_layers:
+        return 0
+    return chunk_capacity(rows) * dimensions.linear_num_value_heads * 2 * CHUNK * CHUNK * dtype_bytes

@@ -1,0 +1,356 @@
+"""Triton kernels of the gated delta rule; ops/delta_rule.py has the formulas and the operator.
+
+Everything that does not depend on the state is prepared in parallel over (chunk, key head): the inverse
+T = (I + A)^-1, the scores P = (Q K^T) o D and five factors per row. What is left is a walk along the chunks,
+independent for every (value head, block of value columns), with the state in float32 registers:
+
+    V' = T (beta V - beta exp(G) K S)        O = exp(G) Q S + P V'        S = exp(G_63) S + K^T (exp(G_63 - G) V')
+
+Products take keys and queries as stored; their norms are float32 factors of the results. Rows that a chunk does not
+have are loaded as zeros, T and P are exact zeros above the diagonal, and prefix sums run downwards: no row depends on
+a later one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ops import tables as t
+from ops.delta_rule import DeltaSizes
+
+PREPARE_PROGRAMS = 528
+PREPARE_WARPS = 4
+PREPARE_REGISTERS = 168
+"""Most registers of a thread, so that three programs fit on a multiprocessor."""
+SCAN_BLOCK = 64
+"""Value columns of a scan program."""
+SCAN_WARPS = 4
+SCAN_STAGES = 5
+"""Depth of the scan's software pipeline: plans are loaded four chunks ahead, rows two."""
+SCAN_LANES = 4
+"""Scan programs that share the leaves of one (value head, column block)."""
+PRECISION = "tf32x3"
+"""Of products of float32 tiles; products of bfloat16 tiles are exact and summed in float32."""
+
+_CHUNK = tl.constexpr(t.CHUNK)
+_PACKED = tl.constexpr(t.PACKED)
+_CHUNKS = tl.constexpr(t.CHUNKS)
+_NUM_CHUNKS = tl.constexpr(t.NUM_CHUNKS)
+_NUM_SEGMENTS = tl.constexpr(t.NUM_SEGMENTS)
+_NUM_INTERNAL = tl.constexpr(t.NUM_INTERNAL)
+_START = tl.constexpr(t.SEGMENTS + t.SEG_START * t.MAX_SEGMENTS)
+_LENGTH = tl.constexpr(t.SEGMENTS + t.SEG_LENGTH * t.MAX_SEGMENTS)
+_FIRST_CHUNK = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK * t.MAX_SEGMENTS)
+_CHUNKS_OF = tl.constexpr(t.SEGMENTS + t.SEG_NUM_CHUNKS * t.MAX_SEGMENTS)
+_STATE_READ = tl.constexpr(t.SEGMENTS + t.SEG_STATE_READ * t.MAX_SEGMENTS)
+_STATE_WRITE = tl.constexpr(t.SEGMENTS + t.SEG_STATE_WRITE * t.MAX_SEGMENTS)
+_QUESTION_FIRST = tl.constexpr(t.SEGMENTS + t.SEG_QUESTION_FIRST * t.MAX_SEGMENTS)
+_REQUEST = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_REQUEST * t.MAX_SEGMENTS)
+_QUESTION = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_QUESTION * t.MAX_SEGMENTS)
+_OWN = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_OWN * t.MAX_SEGMENTS)
+
+# The plan of a chunk, int32: virtual row of each row it has, packed row of each row it owns (-1: none), then words.
+_PLAN_OWN = tl.constexpr(t.CHUNK)
+_PLAN_READ = tl.constexpr(2 * t.CHUNK)  # slot to take the state from; -1 zeros; _KEEP the state of the chunk before
+_PLAN_WRITE = tl.constexpr(2 * t.CHUNK + 1)  # slot to leave the state in; -1 none
+_PLAN_FULL = tl.constexpr(2 * t.CHUNK + 2)  # 1 if the chunk ends at a border, and so moves the state
+_PLAN_WIDTH = tl.constexpr(2 * t.CHUNK + 4)
+_KEEP = tl.constexpr(-2)
+
+# Factors of a (chunk, value head), five rows of 64 float32.
+_BETA = tl.constexpr(0)  # of V
+_KEY = tl.constexpr(t.CHUNK)  # of K S: beta exp(G) / |k|
+_QUERY = tl.constexpr(2 * t.CHUNK)  # of Q S: exp(G) dk^-0.5 / |q|
+_WRITE = tl.constexpr(3 * t.CHUNK)  # of V' on its way into the state: exp(G_63 - G) / |k|
+_CARRY = tl.constexpr(4 * t.CHUNK)  # of S: exp(G_63), repeated
+_FACTORS = tl.constexpr(5 * t.CHUNK)
+
+_TILE = tl.constexpr(16)  # rows of a diagonal tile that is inverted by substitution
+
+# Prefixes: p_ pointers, b_ tile in registers, m_ mask.
+
+
+@triton.jit
+def plan_chunk(tables, chunk, plan, store):
+    """Virtual row and owned packed row (-1: none) of the 64 rows of a chunk; with `store` the plan is written too."""
+    segment = tl.load(tables + _CHUNKS + 2 * chunk)
+    first = tl.load(tables + _CHUNKS + 2 * chunk + 1) * _CHUNK
+    start = tl.load(tables + _START + segment)
+    end = start + tl.load(tables + _LENGTH + segment)
+    own = tl.load(tables + _OWN + segment)
+    question = tl.load(tables + _QUESTION + segment)
+    request = tl.load(tables + _REQUEST + segment)
+    question_first = tl.load(tables + _QUESTION_FIRST + segment)
+    index = tl.arange(0, _CHUNK)
+    position = first + index
+    inherited = tl.where(position >= question_first, question, request)
+    row = tl.where(position < end, position + tl.where(position >= start, own, inherited), -1)
+    own_row = tl.where((position >= start) & (position < end), position + own - _PACKED, -1)
+    if store:
+        p_plan = plan + chunk * _PLAN_WIDTH
+        read = tl.where(first <= start, tl.load(tables + _STATE_READ + segment), _KEEP)
+        write = tl.where(first + _CHUNK >= end, tl.load(tables + _STATE_WRITE + segment), -1)
+        tl.store(p_plan + index, row)
+        tl.store(p_plan + _PLAN_OWN + index, own_row)
+        tl.store(p_plan + _PLAN_READ, read)
+        tl.store(p_plan + _PLAN_WRITE, write)
+        tl.store(p_plan + _PLAN_FULL, (first + _CHUNK <= end).to(tl.int32))
+    return row, own_row
+
+
+@triton.jit
+def rows_at(row, packed, PACKED_PITCH: tl.constexpr, tail, TAIL_PITCH: tl.constexpr):
+    """Pointers [64] to virtual rows."""
+    in_pass = packed + (row - _PACKED).to(tl.int64) * PACKED_PITCH
+    return tl.where(row >= _PACKED, in_pass, tail + row.to(tl.int64) * TAIL_PITCH)
+
+
+@triton.jit
+def invert(work, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, PRECISION: tl.constexpr):
+    """In place: work [HEADS, 64, 64], strictly lower and zero elsewhere, becomes (I + work)^-1.
+
+    Diagonal tiles by forward substitution, a thread per column; then pairs of blocks are merged, twice.
+    """
+    tile = tl.arange(0, 4 * HEADS_P2)[:, None]
+    column = tl.arange(0, _TILE)[None, :]
+    m_tile = tile < 4 * HEADS
+    p_tile = work + tile // 4 * (_CHUNK * _CHUNK) + tile % 4 * (_TILE * _CHUNK + _TILE) + column * 0
+    rows = ()
+    for r in tl.static_range(_TILE):
+        b_row = tl.where(tile * 0 + column == r, 1.0, 0.0)
+        for c in tl.static_range(r):
+            b_row = tl.fma(-tl.load(p_tile + (r * _CHUNK + c), mask=m_tile, other=0.0), rows[c], b_row)
+        rows = rows + (b_row,)  # type: ignore[assignment]  # noqa: RUF005 (no starred tuples in kernels)
+    tl.debug_barrier()
+    for r in tl.static_range(_TILE):
+        tl.store(p_tile + (r * _CHUNK + column), rows[r], mask=m_tile)
+    tl.debug_barrier()
+    merge(work, _TILE, 2 * HEADS, 2 * HEADS_P2, PRECISION)
+    merge(work, 2 * _TILE, HEADS, HEADS_P2, PRECISION)
+
+
+@triton.jit
+def merge(work, SIZE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P2: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of [[X, 0], [A, Y]] from X^-1, A and Y^-1 [SIZE, SIZE]: A becomes -Y^-1 A X^-1, in every pair."""
+    PER_HEAD: tl.constexpr = _CHUNK // (2 * SIZE)
+    pair = tl.arange(0, PAIRS_P2)[:, None, None]
+    row = tl.arange(0, SIZE)[None, :, None]
+    column = tl.arange(0, SIZE)[None, None, :]
+    m_pair = pair < PAIRS
+    p_pair = work + pair // PER_HEAD * (_CHUNK * _CHUNK) + pair % PER_HEAD * (2 * SIZE * (_CHUNK + 1))
+    p_x = p_pair + row * _CHUNK + column
+    p_a = p_x + SIZE * _CHUNK
+    b_x = tl.load(p_x, mask=m_pair, other=0.0)
+    b_a = tl.load(p_a, mask=m_pair, other=0.0)
+    b_y = tl.load(p_a + SIZE, mask=m_pair, other=0.0)
+    b_a = -tl.dot(b_y, tl.dot(b_a, b_x, input_precision=PRECISION), input_precision=PRECISION)
+    tl.debug_barrier()
+    tl.store(p_a, b_a, mask=m_pair)
+    tl.debug_barrier()
+
+
+@triton.jit
+def prepare_kernel(
+    qkv, gates, tail_kv, tail_gates, tables, plan, inverse, scores, factors, work,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    GROUP_P2: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs share the (chunk, key head) items; each inverts in its own part of work [programs, Hv / Hk, 64, 64]."""
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * DK
+    VALUES: tl.constexpr = VALUE_HEADS * DV
+    GATES: tl.constexpr = 2 * VALUE_HEADS + 2 * KEY_HEADS
+    SQUARE: tl.constexpr = _CHUNK * _CHUNK
+    dtype = qkv.dtype.element_ty
+    work += tl.program_id(0).to(tl.int64) * (GROUP * SQUARE)
+    index = tl.arange(0, _CHUNK)
+    columns = tl.arange(0, DK)[None, :]
+    square = index[:, None] * _CHUNK + index[None, :]
+    earlier = index[None, :] < index[:, None]
+
+    for item in range(tl.program_id(0), tl.load(tables + _NUM_CHUNKS) * KEY_HEADS, tl.num_programs(0)):
+        chunk, head = item // KEY_HEADS, item % KEY_HEADS
+        row, own_row = plan_chunk(tables, chunk, plan, head == 0)
+        m_row, m_own = row >= 0, own_row >= 0
+        p_key = rows_at(row, qkv + KEYS, 2 * KEYS + VALUES, tail_kv, KEYS + VALUES) + head * DK
+        p_query = qkv + own_row.to(tl.int64) * (2 * KEYS + VALUES) + head * DK
+        p_gates = rows_at(row, gates, GATES, tail_gates, GATES - KEY_HEADS)
+        b_key = tl.load(p_key[:, None] + columns, mask=m_row[:, None], other=0.0)
+        b_query = tl.load(p_query[:, None] + columns, mask=m_own[:, None], other=0.0)
+        b_key_norm = tl.load(p_gates + 2 * VALUE_HEADS + head, mask=m_row, other=0.0)
+        b_query_norm = tl.load(p_gates + 2 * VALUE_HEADS + KEY_HEADS + head, mask=m_own, other=0.0)
+        b_keys = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION)
+        b_keys = b_keys * b_key_norm[:, None] * b_key_norm[None, :]
+        b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
+        b_scores = b_scores * b_query_norm[:, None] * b_key_norm[None, :]
+
+        for member in tl.static_range(GROUP):
+            value_head = head * GROUP + member
+            entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + value_head
+            b_total = tl.cumsum(tl.load(p_gates + value_head, mask=m_row, other=0.0), 0)
+            b_last = tl.sum(tl.where(index == _CHUNK - 1, b_total, 0.0), 0)
+            b_beta = tl.load(p_gates + VALUE_HEADS + value_head, mask=m_row, other=0.0)
+            b_decay = b_total[:, None] - b_total[None, :]
+            b_decay = tl.exp(tl.where(index[None, :] <= index[:, None], b_decay, float("-inf")))
+            b_a = tl.where(earlier, b_beta[:, None] * b_keys * b_decay, 0.0)
+            tl.store(scores + entry * SQUARE + square, (b_scores * b_decay).to(dtype))
+            tl.store(work + member * SQUARE + square, b_a)
+            p_factors = factors + entry * _FACTORS + index
+            b_carried = tl.exp(b_total)
+            tl.store(p_factors + _BETA, b_beta)
+            tl.store(p_factors + _KEY, b_beta * b_carried * b_key_norm)
+            tl.store(p_factors + _QUERY, b_carried * b_query_norm)
+            tl.store(p_factors + _WRITE, tl.exp(b_last - b_total) * b_key_norm)
+            tl.store(p_factors + _CARRY, tl.exp(b_last + tl.zeros_like(b_total)))
+
+        tl.debug_barrier()
+        invert(work, GROUP, GROUP_P2, PRECISION)
+        for member in tl.static_range(GROUP):
+            entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + head * GROUP + member
+            tl.store(inverse + entry * SQUARE + square, tl.load(work + member * SQUARE + square).to(dtype))
+        tl.debug_barrier()
+
+
+@triton.jit
+def segment_border(tables, chunk, end):
+    """The first chunk from `chunk` on that begins a segment, or `end`."""
+    segment = tl.load(tables + _CHUNKS + 2 * chunk, mask=chunk < end, other=0)
+    first = tl.load(tables + _FIRST_CHUNK + segment)
+    following = first + tl.load(tables + _CHUNKS_OF + segment)
+    return tl.where(chunk < end, tl.where(first == chunk, chunk, following), end)
+
+
+@triton.jit(do_not_specialize=["leaves"])
+def scan_kernel(
+    qkv, tail_kv, states, tables, plan, inverse, scores, factors, out, leaves,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Programs (lane, value head, column block) walk chunks in order, whatever segments these belong to.
+
+    With `leaves` 0 there is one lane: it takes one internal segment after another, so that a child finds what the same
+    program wrote for its parent. With `leaves` 1 the lanes share the chunks of all leaves, cut at segment borders.
+    """
+    GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    KEYS: tl.constexpr = KEY_HEADS * DK
+    VALUES: tl.constexpr = VALUE_HEADS * DV
+    BLOCKS: tl.constexpr = DV // BLOCK
+    SQUARE: tl.constexpr = _CHUNK * _CHUNK
+    dtype = qkv.dtype.element_ty
+    lanes = tl.num_programs(0) // (VALUE_HEADS * BLOCKS)
+    lane = tl.program_id(0) // (VALUE_HEADS * BLOCKS)
+    value_head = tl.program_id(0) // BLOCKS % VALUE_HEADS
+    first_column = tl.program_id(0) % BLOCKS * BLOCK
+    num_internal = tl.load(tables + _NUM_INTERNAL)
+    num_chunks = tl.load(tables + _NUM_CHUNKS)
+    m_leaf = num_internal < tl.load(tables + _NUM_SEGMENTS)
+    first_leaf = tl.load(tables + _FIRST_CHUNK + num_internal, mask=m_leaf, other=0)
+    leaf_chunks = tl.where(m_leaf, num_chunks - first_leaf, 0)
+
+    index = tl.arange(0, _CHUNK)
+    square = index[:, None] * _CHUNK + index[None, :]
+    key_columns = value_head // GROUP * DK + tl.arange(0, DK)[None, :]
+    value_columns = value_head * DV + first_column + tl.arange(0, BLOCK)[None, :]
+    p_state = states + (value_head * DK + tl.arange(0, DK)[:, None]) * DV + first_column + tl.arange(0, BLOCK)[None, :]
+    for turn in range(0, tl.where(leaves == 0, num_internal, 1)):
+        if leaves == 0:
+            first = tl.load(tables + _FIRST_CHUNK + turn)
+            end = first + tl.load(tables + _CHUNKS_OF + turn)
+        else:
+            first = segment_border(tables, first_leaf + leaf_chunks * lane // lanes, first_leaf + leaf_chunks)
+            end = segment_border(tables, first_leaf + leaf_chunks * (lane + 1) // lanes, first_leaf + leaf_chunks)
+        tl.debug_barrier()  # states that this program wrote for earlier segments are there to be read
+        b_state = tl.zeros([DK, BLOCK], dtype=tl.float32)
+        b_operand = b_state.to(dtype)
+        held = _KEEP  # slot whose state is in registers, unchanged
+        for chunk in tl.range(first, end, num_stages=STAGES):
+            p_plan = plan + chunk * _PLAN_WIDTH
+            row = tl.load(p_plan + index)
+            own_row = tl.load(p_plan + _PLAN_OWN + index)
+            read = tl.load(p_plan + _PLAN_READ)
+            write = tl.load(p_plan + _PLAN_WRITE)
+            full = tl.load(p_plan + _PLAN_FULL)
+            entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + value_head
+            p_row = rows_at(row, qkv + KEYS, 2 * KEYS + VALUES, tail_kv, KEYS + VALUES)
+            p_query = qkv + own_row.to(tl.int64) * (2 * KEYS + VALUES)
+            p_factors = factors + entry * _FACTORS
+            b_key = tl.load(p_row[:, None] + key_columns, mask=row[:, None] >= 0, other=0.0)
+            b_query = tl.load(p_query[:, None] + key_columns, mask=own_row[:, None] >= 0, other=0.0)
+            b_value = tl.load(p_row[:, None] + (KEYS + value_columns), mask=row[:, None] >= 0, other=0.0)
+            b_inverse = tl.load(inverse + entry * SQUARE + square)
+            b_scores = tl.load(scores + entry * SQUARE + square)
+            b_value_factor = tl.load(p_factors + _BETA + index)
+            b_key_factor = tl.load(p_factors + _KEY + index)
+            b_query_factor = tl.load(p_factors + _QUERY + index)
+            b_write_factor = tl.load(p_factors + _WRITE + index)
+            carry = tl.load(p_factors + _CARRY)
+
+            if (read != _KEEP) & (read != held):
+                p_read = p_state + read.to(tl.int64) * (VALUE_HEADS * DK * DV)
+                b_state = tl.load(p_read, mask=read >= 0, other=0.0)
+                b_operand = b_state.to(dtype)
+            b_change = b_key_factor[:, None] * tl.dot(b_key, b_operand, input_precision=PRECISION)
+            b_change = b_value_factor[:, None] * b_value.to(tl.float32) - b_change
+            b_change = tl.dot(b_inverse, b_change.to(dtype), input_precision=PRECISION)
+            b_out = b_query_factor[:, None] * tl.dot(b_query, b_operand, input_precision=PRECISION)
+            b_out = tl.dot(b_scores, b_change.to(dtype), b_out, input_precision=PRECISION)
+            p_out = out + own_row.to(tl.int64)[:, None] * VALUES + value_columns
+            tl.store(p_out, b_out.to(dtype), mask=own_row[:, None] >= 0)
+
+            # Without a branch, which would keep the state in several layouts at once.
+            b_write = (b_write_factor[:, None] * b_change).to(dtype)
+            b_next = tl.dot(tl.trans(b_key), b_write, b_state * carry, input_precision=PRECISION)
+            b_state = tl.where(full != 0, b_next, b_state)
+            b_operand = b_state.to(dtype)
+            held = tl.where(full != 0, _KEEP, tl.where(read != _KEEP, read, held))
+            if write >= 0:
+                tl.store(p_state + write.to(tl.int64) * (VALUE_HEADS * DK * DV), b_state)
+
+
+def prepare_options() -> dict[str, Any]:
+    return {"num_warps": PREPARE_WARPS, "num_stages": 1, "maxnreg": PREPARE_REGISTERS}
+
+
+def scan_options(qkv: Tensor, value_dim: int) -> dict[str, Any]:
+    """Column block, warps and pipeline depth: the deep pipeline needs 192 KiB of shared memory, the others 75."""
+    if qkv.dtype == torch.float32:
+        block, warps, stages = 32, 8, 1
+    elif torch.cuda.get_device_capability(qkv.device)[0] in (9, 10):
+        block, warps, stages = SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES
+    else:
+        block, warps, stages = 32, 8, 3
+    return {"BLOCK": min(block, value_dim), "STAGES": stages, "num_warps": warps, "num_stages": stages}
+
+
+def launch_delta_rule(
+    qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor, n: DeltaSizes
+) -> Tensor:
+    """Three launches: preparation, internal segments, leaves. Tensors as `ops.delta_rule.delta_rule` takes them."""
+    heads = {"KEY_HEADS": n.key_heads, "VALUE_HEADS": n.value_heads, "DK": n.key_dim, "DV": n.value_dim}
+    group = n.value_heads // n.key_heads
+    capacity = t.chunk_capacity(qkv.shape[0])
+    programs = min(capacity * n.key_heads, PREPARE_PROGRAMS)
+    plan = tables.new_empty(capacity, _PLAN_WIDTH.value)
+    inverse = qkv.new_empty(capacity, n.value_heads, t.CHUNK, t.CHUNK)
+    scores = torch.empty_like(inverse)
+    factors = gates.new_empty(capacity, n.value_heads, _FACTORS.value)
+    work = gates.new_empty(programs, group, t.CHUNK, t.CHUNK)
+    out = qkv.new_empty(qkv.shape[0], n.value_heads * n.value_dim)
+    prepare_kernel[(programs,)](
+        qkv, gates, tail_kv, tail_gates, tables, plan, inverse, scores, factors, work, **heads,
+        GROUP_P2=triton.next_power_of_2(group), PRECISION=PRECISION,
+        enable_fp_fusion=False, **prepare_options(),
+    )  # fmt: skip
+    options = scan_options(qkv, n.value_dim)
+    columns = n.value_heads * (n.value_dim // options["BLOCK"])
+    for leaves, lanes in ((0, 1), (1, SCAN_LANES)):
+        scan_kernel[(columns * lanes,)](
+            qkv, tail_kv, states, tables, plan, inverse, scores, factors, out, leaves, **heads,
+            PRECISION=PRECISION, enable_fp_fusion=False, **options,
+        )  # fmt: skip
+    return out

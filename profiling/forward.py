@@ -1,0 +1,389 @@
+"""Whole forwards at real dimensions with random weights: wall time beside GEMM-only, rows run, memory, and equal bits.
+
+Token ids go straight to the planner and the executor, so no tokenizer is needed. `independent` and `batched` read every
+candidate whole; they run on the first few of many, and their time is stated for all of them (marked ~). Under `fixed`
+every candidate that a schedule ran must equal that of the other schedules, bit for bit.
+
+    python profiling/forward.py --model 9b --out profiling/results/forward.jsonl
+    python profiling/forward.py --model 9b --equality
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from cases import DTYPE, add_arguments, ceilings_of, positive, print_table, progress, several, without_cuda
+from gemm_only import gemm_only_cost, gemm_only_us, matrices_of
+from measure import Record, Results
+from torch import Tensor
+
+from engine.checkpoint import RandomWeights
+from engine.dimensions import DIMENSIONS, ModelDimensions
+from engine.errors import CapacityError
+from engine.executor import Counters, Executor
+from engine.layout import Prompt, Split, build_layout, independent_layout
+from engine.model import Backbone, Linear, Weights
+from engine.schedule import Limits, Plan, plan_passes
+from engine.weights import load_weights
+from ops.linear import linear_default, linear_fixed
+from ops.tables import MAX_ROWS
+
+HANDLES: dict[str, Linear] = {"fixed": linear_fixed, "default": linear_default}
+SCHEDULES = ("independent", "batched", "levels", "tree")
+SPLITS: tuple[Split, ...] = ("exact", "aligned")
+WORKLOADS = "64,320,1088,3136,278+8x34,278+255x34,1048+32x33,3093+255x34"
+BATCHED_PASSES = 4
+"""About as many full passes as `batched` runs of a large workload."""
+ENOUGH_S = 10.0
+"""Samples stop once they took this long together."""
+
+PREFIXES = (1, 2, 3, 31, 62, 63, 64, 65, 127, 128, 129, 130, 1_000)
+BRANCHES = (1, 2, 5, 64, 65, 200)
+QUESTIONS = (5, 70)
+"""Tokens of the two question prefixes of a request of three levels."""
+
+Questions = list[list[Prompt]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One question of `candidates` prompts that share `prefix` tokens and go on for `length` of their own."""
+
+    prefix: int
+    candidates: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """`3136`, or `278+8x34`."""
+        found = re.fullmatch(r"(?:([1-9]\d*)\+([1-9]\d*)x)?([1-9]\d*)", text)
+        if found is None:
+            raise argparse.ArgumentTypeError(f"{text} is neither TOKENS nor PREFIX+CANDIDATESxTOKENS")
+        prefix, candidates, length = found.groups()
+        return cls(prefix=int(prefix or 0), candidates=int(candidates or 1), length=int(length))
+
+    @property
+    def name(self) -> str:
+        return f"{self.prefix}+{self.candidates}x{self.length}" if self.prefix else str(self.length)
+
+    @property
+    def unique_rows(self) -> int:
+        return self.prefix + self.candidates * self.length
+
+    def questions(self, vocabulary: int) -> Questions:
+        rng = np.random.default_rng(self.prefix + self.length)
+        head = random_ids(rng, self.prefix, vocabulary)
+        return [siblings(rng, [head], (self.length,) * self.candidates, vocabulary)]
+
+    def candidates_run(self, schedule: str, few: int) -> int:
+        """Of how many candidates `schedule` is measured."""
+        if schedule == "independent":
+            return min(self.candidates, few)
+        if schedule == "batched":
+            return min(self.candidates, max(few, BATCHED_PASSES * MAX_ROWS // (self.prefix + self.length)))
+        return self.candidates
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What one schedule did with one workload: `hidden` [candidates run, h], of which `equal` have the right bits."""
+
+    workload: Workload
+    gemm: str
+    schedule: str
+    samples_us: list[float]
+    hidden: Tensor
+    counters: Counters
+    stable: bool
+    """A run after the timed ones gave the bits of the first."""
+    peak_bytes: int
+    """Above what was there before: the weights, and the library's workspace."""
+    equal: int = 0
+
+    @property
+    def candidates(self) -> int:
+        return len(self.hidden)
+
+    @property
+    def us(self) -> float:
+        """Median for the whole workload, from the share of it that was run."""
+        return statistics.median(self.samples_us) * self.workload.candidates / self.candidates
+
+
+def random_ids(rng: np.random.Generator, length: int, vocabulary: int) -> np.ndarray:
+    return rng.integers(0, vocabulary, length, dtype=np.int32)
+
+
+def siblings(
+    rng: np.random.Generator, heads: Sequence[np.ndarray], lengths: Sequence[int], vocabulary: int
+) -> list[Prompt]:
+    """Prompts that share `heads` and part right after them: the first token of each branch is its own."""
+    prompts = []
+    for i, length in enumerate(lengths):
+        branch = random_ids(rng, length, vocabulary)
+        branch[0] = i
+        prompts.append(Prompt(np.concatenate([*heads, branch])))
+    return prompts
+
+
+def plan_of(questions: Questions, schedule: str, split: Split = "exact") -> Plan:
+    whole = schedule in ("independent", "batched")
+    layout = independent_layout(questions) if whole else build_layout(questions, split)
+    return plan_passes(layout, schedule=schedule, pack="all", limits=Limits())
+
+
+def last_rows(executor: Executor, plan: Plan) -> tuple[Tensor, Counters]:
+    """Hidden state of every prompt's last row, [prompts, h] in prompt order."""
+    hidden, counters = executor.run(plan)
+    return hidden[[places[-1] for places in plan.reads_of_prompt]], counters
+
+
+def num_equal(a: Tensor, b: Tensor) -> int:
+    """Rows of `a` [n, h] that are those of `b`, bit for bit; a NaN equals nothing."""
+    return sum(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def measure(backbone: Backbone, w: Workload, *, gemm: str, schedule: str, few: int, repeats: int) -> Run:
+    """One warm-up, then wall times of `Executor.run`: tables filled, passes run, hidden states back on the host."""
+    gc.collect()  # an executor that failed before may hang in a traceback
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    executor = Executor(backbone)
+    [prompts] = w.questions(backbone.dimensions.vocab_size)
+    plan = plan_of([prompts[: w.candidates_run(schedule, few)]], schedule)
+    hidden, counters = last_rows(executor, plan)
+    samples: list[float] = []
+    while len(samples) < repeats and sum(samples) < ENOUGH_S * 1e6:
+        start = time.perf_counter()
+        executor.run(plan)
+        samples.append((time.perf_counter() - start) * 1e6)
+    again, _ = last_rows(executor, plan)
+    return Run(
+        workload=w, gemm=gemm, schedule=schedule, samples_us=samples, hidden=hidden, counters=counters,
+        stable=num_equal(again, hidden) == len(hidden), peak_bytes=torch.cuda.max_memory_allocated() - before,
+    )  # fmt: skip
+
+
+def compare(runs: Sequence[Run]) -> None:
+    """Count equal candidates within one workload and handle, against the run that has most of them."""
+    if runs:
+        reference = max(runs, key=lambda run: run.candidates)
+        for run in runs:
+            run.equal = num_equal(run.hidden, reference.hidden[: run.candidates]) if run.stable else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Prompts of one kind of tree, under one schedule and split, that equal themselves run alone, and that do not."""
+
+    levels: int
+    schedule: str
+    split: str
+    equal: int
+    differing: int
+
+
+def tree_of(levels: int, prefix: int, lengths: Sequence[int], vocabulary: int) -> Questions:
+    """A request of one level (nothing shared), two (`prefix` tokens shared) or three (two questions of their own)."""
+    rng = np.random.default_rng(1_000 * levels + prefix)
+    if levels == 1:
+        return [siblings(rng, [], [prefix + n for n in lengths], vocabulary)]
+    head = random_ids(rng, prefix, vocabulary)
+    if levels == 2:
+        return [siblings(rng, [head], lengths, vocabulary)]
+    questions = []
+    for q, tokens in enumerate(QUESTIONS):
+        own = random_ids(rng, tokens, vocabulary)
+        own[0] = q
+        questions.append(siblings(rng, [head, own], lengths, vocabulary))
+    return questions
+
+
+def equality(
+    executor: Executor, vocabulary: int, *, prefixes: Sequence[int] = PREFIXES, lengths: Sequence[int] = BRANCHES
+) -> Iterator[Cell]:
+    """Every schedule and split against `independent` over the same executor, one cell per kind of tree."""
+    for levels in (1, 2, 3):
+        requests = [tree_of(levels, prefix, lengths, vocabulary) for prefix in prefixes]
+        alone = [last_rows(executor, plan_of(questions, "independent"))[0] for questions in requests]
+        for schedule in SCHEDULES[1:]:
+            for split in SPLITS[:1] if schedule == "batched" else SPLITS:
+                equal = total = 0
+                for questions, reference in zip(requests, alone, strict=True):
+                    hidden, _ = last_rows(executor, plan_of(questions, schedule, split))
+                    equal += num_equal(hidden, reference)
+                    total += len(reference)
+                yield Cell(levels=levels, schedule=schedule, split=split, equal=equal, differing=total - equal)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description="Time whole forwards with random weights, or compare their bits.")
+    p.add_argument("--model", choices=tuple(DIMENSIONS), default="9b", help="whose dimensions (%(default)s)")
+    p.add_argument(
+        "--gemm",
+        type=several(str, tuple(HANDLES)),
+        default=list(HANDLES),
+        metavar="A,B",
+        help="handles, in this order (fixed,default)",
+    )
+    p.add_argument(
+        "--schedules", type=several(str, SCHEDULES), default=list(SCHEDULES), metavar="A,B", help=", ".join(SCHEDULES)
+    )
+    p.add_argument(
+        "--workloads",
+        type=several(Workload.parse),
+        default=WORKLOADS,
+        metavar="A,B",
+        help=f"TOKENS or PREFIX+CANDIDATESxTOKENS ({WORKLOADS})",
+    )
+    p.add_argument(
+        "--few", type=positive, default=4, help="candidates that independent and batched run at least (%(default)s)"
+    )
+    p.add_argument("--equality", action="store_true", help="compare bits over a matrix of trees, time nothing")
+    add_arguments(p, repeats=5)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    if without_cuda("forward"):
+        return 2
+    dimensions = DIMENSIONS[arguments.model]
+    longest = max(w.prefix + w.length for w in arguments.workloads)
+    if arguments.equality:
+        longest = max(PREFIXES) + max(QUESTIONS) + max(BRANCHES)
+    weights = random_weights(dimensions, positions=longest)
+    results = Results(arguments.out) if arguments.out else None
+    return (run_equality if arguments.equality else run_workloads)(weights, dimensions, arguments, results)
+
+
+def random_weights(dimensions: ModelDimensions, *, positions: int) -> Weights:
+    device = torch.device("cuda")
+    source = RandomWeights(dimensions, seed=0, dtype=DTYPE, device=device)
+
+    def report(done: int, layers: int) -> None:
+        if done % 8 == 0 or done == layers:
+            progress(f"weights: layer {done} of {layers}")
+
+    return load_weights(source.tensor, dimensions, dtype=DTYPE, device=device, positions=positions, progress=report)
+
+
+def run_workloads(
+    weights: Weights, dimensions: ModelDimensions, arguments: argparse.Namespace, results: Results | None
+) -> int:
+    matrices, table, failed = matrices_of(weights), [], False
+    for w in arguments.workloads:
+        yardstick = statistics.median(gemm_only_us(dimensions, w.unique_rows, matrices=matrices, repeats=10))
+        progress(f"{w.name}: {w.unique_rows:,} unique rows, GEMM-only {yardstick / 1e3:.2f} ms")
+        # One candidate is one pass whatever the schedule.
+        schedules = arguments.schedules if w.candidates > 1 else arguments.schedules[:1]
+        for gemm in arguments.gemm:
+            backbone, runs = Backbone(weights, dimensions, HANDLES[gemm]), []
+            for schedule in schedules:
+                how = {"gemm": gemm, "schedule": schedule, "few": arguments.few, "repeats": arguments.repeats}
+                try:
+                    runs.append(measure(backbone, w, **how))
+                    progress(f"{w.name} {gemm} {schedule}: {runs[-1].us / 1e3:,.1f} ms")
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}".split("\n")[0][:100]
+                    failed |= not isinstance(error, CapacityError)  # a tree may be too large for one pass
+                    table.append((w.name, gemm, schedule, *["-"] * 7, text))
+                    progress(f"{w.name} {gemm} {schedule}: {text}")
+            compare(runs)
+            for run in runs:
+                failed |= gemm == "fixed" and run.equal < run.candidates
+                table.append(line(run, yardstick))
+                if results is not None:
+                    results.add(record_of(run, yardstick, dimensions, arguments))
+    print_table(
+        ("workload", "gemm", "schedule", "run", "rows", "passes", "ms", "GEMM-only ms", "ratio", "peak MiB", "equal"),
+        table,
+    )
+    return int(failed)
+
+
+def line(run: Run, yardstick: float) -> tuple[str, ...]:
+    all_of_them = run.candidates == run.workload.candidates
+    return (
+        run.workload.name,
+        run.gemm,
+        run.schedule,
+        str(run.candidates) if all_of_them else f"{run.candidates} of {run.workload.candidates}",
+        f"{run.counters.total_rows:,}",
+        str(sum(run.counters.passes.values())),
+        f"{'' if all_of_them else '~'}{run.us / 1e3:,.2f}",
+        f"{yardstick / 1e3:,.2f}",
+        f"{run.us / yardstick:.2f}",
+        f"{run.peak_bytes / 2**20:,.0f}",
+        f"{run.equal}/{run.candidates}" if run.stable else "unstable",
+    )
+
+
+def record_of(run: Run, yardstick: float, dimensions: ModelDimensions, arguments: argparse.Namespace) -> Record:
+    w, ceilings = run.workload, ceilings_of(arguments)
+    return Record(
+        kind="forward",
+        name=f"{arguments.model}/{w.name}/{run.gemm}/{run.schedule}",
+        samples_us=run.samples_us,
+        configuration={
+            "model": arguments.model,
+            "checkpoint": "random",
+            "workload": vars(w),
+            "gemm": run.gemm,
+            "schedule": run.schedule,
+            "graphs": "eager",
+            "split": "exact",
+            "candidates_run": run.candidates,
+            "whole_us": run.us,
+            "rows": run.counters.rows,
+            "passes": run.counters.passes,
+            "unique_rows": w.unique_rows,
+            "gemm_only_us": yardstick,
+            "peak_bytes_above_weights": run.peak_bytes,
+            "equal": run.equal,
+            "stable": run.stable,
+            "ceilings": vars(ceilings),
+        },
+        peer="gemm_only/default",
+        ratio=run.us / yardstick,
+        floor_us=ceilings.floor_us(gemm_only_cost(dimensions, w.unique_rows)),
+    )
+
+
+def run_equality(
+    weights: Weights, dimensions: ModelDimensions, arguments: argparse.Namespace, results: Results | None
+) -> int:
+    table, failed = [], False
+    for gemm in arguments.gemm:
+        executor = Executor(Backbone(weights, dimensions, HANDLES[gemm]))
+        start = time.perf_counter()
+        cells = []
+        for cell in equality(executor, dimensions.vocab_size):
+            progress(f"{gemm} {cell.levels} {cell.schedule} {cell.split}: {cell.differing} differ")
+            cells.append(cell)
+        rows = [(c.levels, c.schedule, c.split, c.equal, c.differing) for c in cells]
+        equal, differing = sum(c.equal for c in cells), sum(c.differing for c in cells)
+        table += [(gemm, *map(str, row)) for row in [*rows, ("all", "", "", equal, differing)]]
+        failed |= gemm == "fixed" and differing > 0
+        if results is not None:
+            elapsed = (time.perf_counter() - start) * 1e6
+            configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "graphs": "eager"}
+            configuration |= {"cells": [vars(c) for c in cells], "equal": equal, "differing": differing}
+            name = f"{arguments.model}/{gemm}"
+            results.add(Record(kind="equality", name=name, samples_us=[elapsed], configuration=configuration))
+    print_table(("gemm", "levels", "schedule", "split", "equal", "differing"), table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
