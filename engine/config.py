@@ -172,7 +172,8 @@ Config = TypeVar("Config", bound=EngineConfig)
 def resolve(config: Config) -> Config:
     """A copy in which device, dtype, gemm, schedule and the folders are concrete for this machine.
 
-    `schedule=auto` stays on CUDA: there it is decided per request. Raises ConfigError when the device or a folder does not exist, or when the model has no weights to run with.
+    `schedule=auto` stays on CUDA: there it is decided per request. Raises ConfigError when the device or a folder
+    does not exist, or when the model has no weights to run with.
     """
     if config.model != "tiny" and config.checkpoint is None:
         raise ConfigError(

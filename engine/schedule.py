@@ -7,7 +7,7 @@ gives the same bits; they differ in rows run, passes and memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.errors import CapacityError
 from engine.layout import Layout, Segment
@@ -105,6 +105,8 @@ class _Planner:
         )
 
     def emit(self, kind: str, members: Sequence[tuple[int, SegmentEntry]]) -> None:
+        if len(members) == 1:  # a segment alone takes the scan that is made for few long ones
+            members = [(s, replace(entry, internal=True)) for s, entry in members]
         reads = [(i, row, self.places[s, row]) for i, (s, _) in enumerate(members) for row in self.reads_of(s)]
         self.passes.append(
             Pass(
@@ -143,7 +145,7 @@ class _Planner:
     def check(self, rows: int, reads: int) -> None:
         if rows > self.limits.rows or reads > self.limits.reads:
             raise CapacityError(
-                f"one segment has {rows} rows and {reads} reads; a pass holds {self.limits.rows} and {self.limits.reads}"
+                f"a segment has {rows} rows and {reads} reads; a pass holds {self.limits.rows} and {self.limits.reads}"
             )
 
     def prefix_entry(

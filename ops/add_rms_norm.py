@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ops.checks import STORAGE, check_row_pitch, check_tensor
-from ops.cpu import by_row_tiles
+from ops.cpu import by_row_tiles, cpu_kernel
 
 
 @torch.library.custom_op("forkgraph::add_rms_norm", mutates_args=(), device_types="cuda")
@@ -23,7 +23,7 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     return launch_add_rms_norm(x, delta, weight, eps)
 
 
-@add_rms_norm.register_kernel("cpu")
+@cpu_kernel("add_rms_norm")
 def _cpu(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     _check(x, delta, weight)
     scale = 1.0 + weight.float()

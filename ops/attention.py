@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ops.attention_prepare import COLUMN_UNIT, check_head_size
 from ops.checks import STORAGE, check_at_least, check_multiple, check_tables, check_tensor
+from ops.cpu import cpu_kernel
 from ops.tables import (
     PACKED,
     ROW_POSITION,
@@ -72,7 +73,7 @@ def _(
     return torch.empty_like(q)
 
 
-@attention.register_kernel("cpu")
+@cpu_kernel("attention")
 def _(
     q: Tensor,
     q_proj: Tensor,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_multiple, check_separate, check_tables, check_tensor
-from ops.cpu import by_row_tiles
+from ops.cpu import by_row_tiles, cpu_kernel
 from ops.tables import NUM_READS, NUM_ROWS, ROW_POSITION, ROW_SEGMENT, SEG_KV_WRITE, HostTables
 
 _OP = "attention_prepare"
@@ -75,7 +75,7 @@ def _(
     return q, k, torch.empty_like(k)
 
 
-@attention_prepare.register_kernel("cpu")
+@cpu_kernel("attention_prepare")
 def _(
     q_proj: Tensor,
     kv_proj: Tensor,

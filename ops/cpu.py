@@ -8,12 +8,31 @@ threshold have neither a tail nor a split, so a row gives the same bits wherever
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
+
+_library = torch.library.Library("forkgraph", "FRAGMENT")  # type: ignore[no-untyped-call]
+
 _SERIAL_ELEMENTS = 32_768  # at::internal::GRAIN_SIZE: loops below this run on one thread
 _VECTOR = 64  # elements; covers two unrolled AVX-512 registers of bf16
+
+
+def cpu_kernel(name: str) -> Callable[[Kernel], Kernel]:
+    """Register the CPU kernel of the operator `name`.
+
+    What `CustomOpDef.register_kernel` does, but without the wrapper that imports the compiler at the first call: a
+    first answer on a CPU would wait seconds for it.
+    """
+
+    def register(kernel: Kernel) -> Kernel:
+        _library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+        return kernel
+
+    return register
 
 
 def tile_rows(width: int) -> int:

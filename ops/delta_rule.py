@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_at_most, check_separate, check_tables, check_tensor
+from ops.cpu import cpu_kernel
 from ops.tables import (
     CHUNK,
     MAX_ROWS,
@@ -100,7 +101,7 @@ def _fake(qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, state
     return qkv.new_empty(qkv.shape[0], DeltaSizes.of(tail_gates, states).values)
 
 
-@delta_rule.register_kernel("cpu")
+@cpu_kernel("delta_rule")
 def _cpu(qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor) -> Tensor:
     n = _check(qkv, gates, tail_kv, tail_gates, states, tables)
     host = HostTables.of(tables)

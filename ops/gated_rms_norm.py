@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ops.checks import ALIGNMENT, STORAGE, check_at_least, check_at_most, check_multiple, check_row_pitch, check_tensor
-from ops.cpu import by_row_tiles
+from ops.cpu import by_row_tiles, cpu_kernel
 
 
 @torch.library.custom_op("forkgraph::gated_rms_norm", mutates_args=(), device_types="cuda")
@@ -24,7 +24,7 @@ def gated_rms_norm(o: Tensor, proj: Tensor, weight: Tensor, eps: float, z_offset
     return launch_gated_rms_norm(o, proj, weight, eps, z_offset)
 
 
-@gated_rms_norm.register_kernel("cpu")
+@cpu_kernel("gated_rms_norm")
 def _cpu(o: Tensor, proj: Tensor, weight: Tensor, eps: float, z_offset: int) -> Tensor:
     _check(o, proj, weight, z_offset)
     dv, w = weight.shape[0], weight.float()

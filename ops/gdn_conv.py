@@ -25,7 +25,7 @@ from ops.checks import (
     check_tables,
     check_tensor,
 )
-from ops.cpu import by_row_tiles
+from ops.cpu import by_row_tiles, cpu_kernel
 from ops.tables import (
     CHUNK,
     CONV_HISTORY,
@@ -122,7 +122,7 @@ def gdn_conv(
     return launch_gdn_conv(proj, conv_weight, a_log, dt_bias, tables, history, tail_kv, tail_gates, sizes)
 
 
-@gdn_conv.register_kernel("cpu")
+@cpu_kernel("gdn_conv")
 def _cpu(
     proj: Tensor,
     conv_weight: Tensor,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.checks import STORAGE, check_multiple, check_row_pitch, check_tensor
-from ops.cpu import pad_rows
+from ops.cpu import cpu_kernel, pad_rows
 
 _TILE_ROWS = 64
 _OUTPUT_UNIT = 16
@@ -30,7 +30,7 @@ def linear_fixed(x: Tensor, w: Tensor) -> Tensor:
     return launch_linear_fixed(x, w)
 
 
-@linear_fixed.register_kernel("cpu")
+@cpu_kernel("linear_fixed")
 def _(x: Tensor, w: Tensor) -> Tensor:
     _check(x, w)
     out = x.new_empty(x.shape[0], w.shape[0])
@@ -52,7 +52,7 @@ def linear_default(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w)
 
 
-@linear_default.register_kernel("cpu")
+@cpu_kernel("linear_default")
 def _(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(x, w)
 

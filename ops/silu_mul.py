@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ops.checks import ALIGNMENT, STORAGE, check_multiple, check_tensor
-from ops.cpu import by_row_tiles
+from ops.cpu import by_row_tiles, cpu_kernel
 
 
 @torch.library.custom_op("forkgraph::silu_mul", mutates_args=(), device_types="cuda")
@@ -23,7 +23,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return launch_silu_mul(gate_up)
 
 
-@silu_mul.register_kernel("cpu")
+@cpu_kernel("silu_mul")
 def _cpu(gate_up: Tensor) -> Tensor:
     _check(gate_up)
 

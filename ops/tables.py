@@ -98,7 +98,7 @@ class Source:
 
     @classmethod
     def snapshot(cls, *, first: int, length: int, slot: int, kv: int) -> Source:
-        """A finished prefix ending at position `length`: tail and history in `slot`, K/V of position p at row p + kv."""
+        """A finished prefix ending at `length`: tail and history in `slot`, K/V of position p at row p + kv."""
         border = length - length % CHUNK
         return cls(first=first, kv=kv, chunk=slot * CHUNK - border, conv=slot * CONV_HISTORY - (length - CONV_HISTORY))
 
@@ -149,7 +149,10 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
     """
     lengths = np.array([e.length for e in entries], dtype=np.int32)
     rows, count = int(lengths.sum()), len(entries)
-    assert 0 < count <= MAX_SEGMENTS and rows <= MAX_ROWS and len(reads) <= MAX_READS and group <= MAX_GROUP
+    assert 0 < count <= MAX_SEGMENTS, count
+    assert rows <= MAX_ROWS, rows
+    assert len(reads) <= MAX_READS, len(reads)
+    assert group <= MAX_GROUP, group
     assert all(a.internal or not b.internal for a, b in pairwise(entries))
     block[:ROW_TOKEN] = 0
     block[ROW_TOKEN:ROW_SEGMENT] = 0

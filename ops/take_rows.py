@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_at_most, check_row_pitch, check_tables, check_tensor
+from ops.cpu import cpu_kernel
 from ops.tables import TABLE_WORDS
 
 
@@ -22,7 +23,7 @@ def take_rows(source: Tensor, tables: Tensor, section: int, rows: int) -> Tensor
     return launch_take_rows(source, tables, section, rows)
 
 
-@take_rows.register_kernel("cpu")
+@cpu_kernel("take_rows")
 def _cpu(source: Tensor, tables: Tensor, section: int, rows: int) -> Tensor:
     _check(source, tables, section, rows)
     return source.index_select(0, tables[section : section + rows])

@@ -22,7 +22,7 @@ from graphs import candidates as offer
 from graphs.lab import GpuLab
 from ops import blas, linear_tuned
 from ops.linear import linear_fixed
-from ops.linear_tuned import CUBLAS, CUBLASLT, Variant, product
+from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Variant, product
 
 SMALL = [
     Variant(rows=16, columns=32, depth=32, warps=4, stages=2),
@@ -138,6 +138,7 @@ def test_the_byte_test_sees_it_too(lab: GpuLab) -> None:
 @pytest.mark.parametrize("rows", [64, 72, 128, 320, 512, 1_088, 3_136])
 def test_every_algorithm_chosen_has_the_bits_of_fixed_at_its_rung(tuned_9b: Path, rows: int) -> None:
     """Through the operator, in eager and from a graph, with data of its own."""
+    linear_tuned.missed.clear()
     tuning.prepare(DIMENSIONS["9b"], device=CUDA, cache_dir=tuned_9b)
     for n, k in tuning.weight_shapes(DIMENSIONS["9b"]):
         w, x = bfloat16(n, k) * k**-0.5, bfloat16(rows, k)
@@ -195,6 +196,17 @@ def test_codes_are_products_and_mostly_have_the_bits_of_fixed(lab: GpuLab) -> No
             exact = x[:5].double() @ w.double().T
             assert (out[:5] - exact).norm() <= 5e-3 * exact.norm()
             assert any(lab.same_bytes((n, k, rows), f"{CUBLASLT}#{code}") for code in codes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 320, 1_088])
+def test_whatever_is_offered_can_be_timed(lab: GpuLab, rows: int) -> None:
+    cell = (4_096, 4_096, rows)
+    names = offer.candidates(cell)
+    times = lab.times(cell, names, careful=True)
+    assert {FIXED, CUBLAS, CUBLASLT, *(v.name for v in offer.variants(cell))} <= set(times)
+    floor = 1e6 * max(2 * 4_096 * 4_096 / 5e12, 2 * rows * 4_096 * 4_096 / 1e15)
+    assert all(us > 0.8 * floor for us in times.values()), "faster than the memory or the tensor cores"
 
 
 @pytest.mark.gpu

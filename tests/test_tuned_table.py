@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 import configs
-from engine import tune as tune_module
-from engine import tuned_table, tuning
+from engine import tuned_table, tuning, tuning_report
 from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.errors import ConfigError
 from engine.executor import Executor
@@ -288,7 +287,7 @@ class TestCommand:
         said = stderr.getvalue()
         assert "9b on GPU 1, driver 1.2, torch 3, cuBLAS 5" in said
         line = next(line for line in said.splitlines() if line.startswith("512x128"))
-        assert line.split()[1:] == ["0.83", "t"] * len(tune_module.SHOWN) + ["0.833"]
+        assert line.split()[1:] == ["0.83", "t"] * len(tuning_report.SHOWN) + ["0.833"]
         assert f"{TILE_A} does not have the bits of fixed for a 512x128 weight" in said
         assert decode(out.read_text())[0] == KEY
 

@@ -32,7 +32,7 @@ class Tile:
     warps: int
 
 
-TILES = {8: Tile(queries=64, keys=32, stages=2, warps=8), 9: Tile(queries=128, keys=32, stages=4, warps=8)}
+TILES = {8: Tile(queries=64, keys=32, stages=2, warps=8), 9: Tile(queries=128, keys=64, stages=2, warps=8)}
 """By major compute capability, for bfloat16: the entry of the largest one not above the device's."""
 FLOAT32_TILE = Tile(queries=32, keys=16, stages=1, warps=8)
 
