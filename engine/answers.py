@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,16 @@ from engine.errors import ConfigError, InferenceError
 from engine.requests import Choice, Noul, Question, Request
 
 _SUM_TOLERANCE = 1e-6
+
+
+class Calibration(Protocol):
+    """What a response says of the head that gave its answers."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def temperature(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Head:
     temperature: float
     """Divides every scalar before the softmax; positive."""
     method: str
-    """As reported: `lora_decision_head` or `pretrained_yes_minus_no_no_training`."""
+    """As reported: `lora_decision_head`, `native_merged_lora_decision_head`, `pretrained_yes_minus_no_no_training`."""
 
     def __post_init__(self) -> None:
         if self.weight.ndim != 1 or self.weight.dtype != np.float32:
@@ -178,7 +188,7 @@ def answer_request(request: Request, scores: NDArray[np.float32], temperature: f
 
 def respond(
     answers: dict[str, Answer],
-    head: Head,
+    head: Calibration,
     statistics: RunStatistics,
     provenance: Provenance,
     inference_seconds: float,

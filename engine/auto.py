@@ -1,12 +1,13 @@
-"""Which plan to run: every schedule gives the same bits, so predicted time alone decides."""
+"""Which way to run a request: every schedule gives the same bits, so predicted time alone decides."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from engine.schedule import Plan
-from graphs.rungs import rung
+from engine.layout import Layout
+from engine.schedule import Limits
+from graphs.rungs import LADDER, rung
 
 _READ_BOUND_ROWS = 256
 """Below about this many rows a pass takes the time of reading the weights, whatever the number of rows."""
@@ -39,6 +40,34 @@ class PassTimes:
         share = (padded - low) / (high - low)
         return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
 
-    def fastest(self, plans: Iterable[Plan]) -> Plan:
-        """The plan with the smallest predicted sum of its passes; the first of equals."""
-        return min(plans, key=lambda plan: sum(self.predict(one.rows) for one in plan.passes))
+    def seconds(self, passes: Iterable[int]) -> float:
+        """Predicted sum of passes of these true rows; what is above the largest pass runs in several."""
+        total = 0.0
+        for rows in passes:
+            whole, rest = divmod(rows, LADDER[-1])
+            total += whole * self.predict(LADDER[-1]) if whole else 0.0
+            total += self.predict(rest) if rest else 0.0
+        return total
+
+
+def passes_of(layout: Layout, limits: Limits) -> dict[str, list[int]]:
+    """About the rows of the passes that each way to run `layout` takes: as one `tree`, in `levels`, or `flat`, which
+    are levels whose question prefixes run with every branch instead of in a pass of their own."""
+    prefix, own, rows = layout.request_prefix_tokens, layout.question_prefix_tokens, layout.unique_rows
+    branches = rows - prefix - own
+    prefixes = sum(segment.kind == "question" for segment in layout.segments)
+    waves = max(1, -(-prefixes // limits.question_snapshots))
+    packs = -(-layout.num_prompts // limits.segments)
+    ways = {
+        "tree": [rows],
+        "levels": [prefix, *_shared(own, waves), *_shared(branches, max(waves, packs))],
+    }
+    if own:
+        parents = (layout.segments[layout.segments[branch].parent or 0] for branch in layout.branch_of)
+        repeated = sum(parent.length for parent in parents if parent.kind == "question")
+        ways["flat"] = [prefix, *_shared(branches + repeated, packs)]
+    return ways
+
+
+def _shared(rows: int, passes: int) -> list[int]:
+    return [(rows + i) // passes for i in range(passes)]

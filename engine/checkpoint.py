@@ -34,7 +34,7 @@ RANDOM_NOTE = "The weights are random: answers show the mechanics and judge noth
 
 _PREFIXES = ("model.language_model.", "model.", "")
 _NOT_TEXT = ("model.visual.", "visual.", "model.mtp.", "mtp.", HEAD)
-_DTYPES = ("BF16", "F32")  # float16 and quantised files would change values on the way to bfloat16
+DTYPES = ("BF16", "F32")  # float16 and quantised files would change values on the way to bfloat16
 _BLOCK = 1 << 26  # elements of random weights made in float32 at once
 
 
@@ -100,6 +100,10 @@ class Checkpoint:
         tensor: Tensor = self._shards[self._files[place]].get_tensor(place)
         return tensor
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self.folder / self._files[self._places[name]]
+
     def head_rows(self, token_ids: Sequence[int]) -> Tensor:
         """Rows [tokens, hidden] of the language-model head; those of the embedding where the two are tied.
 
@@ -108,7 +112,7 @@ class Checkpoint:
         file = self._files.get(HEAD)
         shape = [self.dimensions.vocab_size, self.dimensions.hidden_size]
         if file is not None:
-            _check_tensor(file, HEAD, self._shards[file].get_slice(HEAD), shape)
+            check_tensor(file, HEAD, self._shards[file].get_slice(HEAD), shape)
             rows = self._rows(HEAD, token_ids)
             if self.dimensions.tie_word_embeddings and not torch.equal(rows, self._rows(self._embedding, token_ids)):
                 raise CheckpointError(f"{file}: {HEAD} differs from the embedding that config.json ties it to")
@@ -138,7 +142,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder).expanduser()
     dimensions = read_dimensions(folder)
     index = _read_index(folder)
-    shards = {file: _open_shard(folder / file) for file in sorted(set(index.values()))}
+    shards = {file: open_shard(folder / file) for file in sorted(set(index.values()))}
     held = {file: frozenset(shard.keys()) for file, shard in shards.items()}
     for name, file in index.items():
         if name not in held[file]:
@@ -147,7 +151,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     places = _text_tensors(folder, held, index, expected)
     for name, spec in expected.items():
         file = index[places[name]]
-        _check_tensor(file, places[name], shards[file].get_slice(places[name]), list(spec.shape))
+        check_tensor(file, places[name], shards[file].get_slice(places[name]), list(spec.shape))
     return Checkpoint(folder, dimensions, shards, places)
 
 
@@ -156,10 +160,11 @@ def read_dimensions(folder: str | Path) -> ModelDimensions:
     folder = Path(folder).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
-    return ModelDimensions.from_config(_read_json(folder / "config.json"), source=str(folder / "config.json"))
+    return ModelDimensions.from_config(read_json(folder / "config.json"), source=str(folder / "config.json"))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError naming the file when there is none."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -175,7 +180,7 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> file name."""
     present = {path.name for path in folder.glob("*.safetensors")}
     if (folder / INDEX).exists():
-        index = _read_json(folder / INDEX).get("weight_map")
+        index = read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict) or not index or not all(isinstance(file, str) for file in index.values()):
             raise CheckpointError(f"{folder / INDEX}: weight_map must give a file name for each tensor")
         for name, file in index.items():
@@ -184,7 +189,7 @@ def _read_index(folder: Path) -> dict[str, str]:
             if file not in present:
                 raise CheckpointError(f"{folder / file}: no such file, but {INDEX} places {name} there")
     elif SINGLE in present:
-        index = dict.fromkeys(_open_shard(folder / SINGLE).keys(), SINGLE)
+        index = dict.fromkeys(open_shard(folder / SINGLE).keys(), SINGLE)
     else:
         found = f" (found {', '.join(sorted(present))})" if present else ""
         raise CheckpointError(f"{folder}: neither {INDEX} nor {SINGLE}{found}")
@@ -194,9 +199,12 @@ def _read_index(folder: Path) -> dict[str, str]:
     return index
 
 
-def _open_shard(path: Path) -> Any:
+def open_shard(path: Path) -> Any:
+    """The mapped safetensors file. Raises CheckpointError naming it when it is missing, damaged or cut short."""
     try:
         return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file") from None
     except (SafetensorError, OSError) as error:
         size = path.stat().st_size
         raise CheckpointError(f"{path}: damaged or cut short at {size:,} bytes ({error})") from None
@@ -228,10 +236,11 @@ def _text_tensors(
     return places
 
 
-def _check_tensor(file: str, name: str, found: Any, shape: list[int]) -> None:
+def check_tensor(file: str, name: str, found: Any, shape: list[int], *, wanted_by: str = "config.json") -> None:
+    """`found`, a slice of a safetensors file, has this shape and one of DTYPES. Raises CheckpointError."""
     if found.get_shape() != shape:
-        raise CheckpointError(f"{file}: {name} has shape {found.get_shape()}, config.json asks for {shape}")
-    if found.get_dtype() not in _DTYPES:
+        raise CheckpointError(f"{file}: {name} has shape {found.get_shape()}, {wanted_by} asks for {shape}")
+    if found.get_dtype() not in DTYPES:
         raise CheckpointError(f"{file}: {name} is {found.get_dtype()}; convert it to BF16 or F32")
 
 

@@ -22,11 +22,12 @@ from engine.errors import ConfigError, shown
 MODELS = ("tiny", "4b", "9b", "27b")
 DTYPES = ("auto", "bfloat16", "float32")
 SPLITS = ("exact", "aligned")
-GEMMS = ("auto", "default", "fixed")
+GEMMS = ("auto", "default", "fixed", "tuned")
 SCHEDULES = ("auto", "independent", "batched", "levels", "tree")
 PACKS = ("all", "one")
 GRAPHS = ("auto", "eager", "compiled", "captured")
-HEADS = ("yes_minus_no",)
+HEADS = ("auto", "scalar", "yes_minus_no", "letters")
+LORAS = ("merged", "unmerged")
 CONTROLS = ("plain", "special")
 FORMATS = ("text", "json")
 
@@ -69,13 +70,23 @@ class TokensConfig:
 
 
 @dataclass(kw_only=True)
+class LettersConfig:
+    system_message: str | None = None
+    """File with the system message in front of every prompt of `head=letters`; not part of this project."""
+
+    def __post_init__(self) -> None:
+        if self.system_message == "":
+            raise ConfigError("letters.system_message= is empty; give a file or leave it out")
+
+
+@dataclass(kw_only=True)
 class MemoryConfig:
     question_snapshots: int = 16
     """Question snapshots alive at once; a request with more questions runs in waves."""
     limit_gib: float | None = None
     """Device memory the engine may use, weights included. A request that cannot fit is refused with the figures."""
-    graphs_gib: float = 0.5
-    """Device memory for captured graphs; the least recently used ones go first."""
+    graphs_gib: float = 0.25
+    """Device memory for captured graphs beside the activations they share; the least recently used ones go first."""
 
     def __post_init__(self) -> None:
         _within("memory.question_snapshots", self.question_snapshots, 1, 4_096)
@@ -89,7 +100,14 @@ class EngineConfig:
 
     model: str = "tiny"
     checkpoint: str | None = None
-    """Hugging Face folder, or `random` for weights made from `seed`. `tiny` makes its own when none is given."""
+    """Folder of a Hugging Face model, an Open-Jev package, its merged export or a Cua-S1 adapter, told apart by
+    content; or `random` for weights made from `seed`. `tiny` makes its own when none is given."""
+    base: str | None = None
+    """Hugging Face folder with the base weights, for a checkpoint that holds none of its own."""
+    check_ids: bool = True
+    """Accept published packages only, by their ids and settings. `false` takes a checkpoint of your own."""
+    lora: str = "merged"
+    """`merged` into the weights in float32, rounded once; `unmerged` multiplies it beside them, to compare."""
     tokenizer: str | None = None
     """Folder with a tokenizer.json. Without one: the checkpoint's, and for `checkpoint=random` that of `tiny`."""
     seed: int = 0
@@ -104,7 +122,9 @@ class EngineConfig:
     """`one` runs branches one by one, to measure reuse alone."""
     graphs: str = "auto"
     """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: compiled, from CUDA graphs."""
-    head: str = "yes_minus_no"
+    head: str = "auto"
+    """`auto`: what the checkpoint was trained with. `scalar` is a trained one, `yes_minus_no` needs no training, and
+    `letters` lists all options in one prompt (Cua-S1)."""
     max_length: int = 4_096
     """Tokens of the longest prompt accepted; nothing is ever cut."""
     warmup: list[int] = field(default_factory=list)
@@ -112,6 +132,7 @@ class EngineConfig:
     cache_dir: str | None = None
     """Where tiny checkpoints are kept. Without one: `forkgraph` in the user's cache folder."""
     tokens: TokensConfig = field(default_factory=TokensConfig)
+    letters: LettersConfig = field(default_factory=LettersConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
@@ -121,8 +142,7 @@ class EngineConfig:
         _one_of("schedule", self.schedule, SCHEDULES)
         _one_of("pack", self.pack, PACKS)
         _one_of("head", self.head, HEADS)
-        if self.gemm == "tuned":
-            raise ConfigError("gemm=tuned is not available yet; gemm=fixed gives the same bits")
+        _one_of("lora", self.lora, LORAS)
         _one_of("gemm", self.gemm, GEMMS)
         _one_of("graphs", self.graphs, GRAPHS)
         if not _DEVICE.fullmatch(self.device):
@@ -133,9 +153,13 @@ class EngineConfig:
         _within("max_length", self.max_length, 1, LARGEST_MAX_LENGTH)
         for rows in self.warmup:
             _within("warmup", rows, 1, LARGEST_MAX_LENGTH)
-        for name in ("checkpoint", "tokenizer", "cache_dir"):
+        for name in ("checkpoint", "base", "tokenizer", "cache_dir"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name}= is empty; give a folder or leave it out")
+        if self.lora == "unmerged" and self.memory.limit_gib is not None:
+            raise ConfigError(
+                "memory.limit_gib counts no products beside the weights; leave it out with lora=unmerged, or merge"
+            )
         if self.pack == "one" and self.schedule in ("batched", "tree"):
             raise ConfigError(
                 f"pack=one runs branches one by one, which contradicts schedule={self.schedule}; use schedule=levels"
@@ -180,16 +204,20 @@ def resolve(config: Config) -> Config:
             f"model={config.model} has no weights; give checkpoint=FOLDER, or checkpoint=random for weights made "
             "from the seed"
         )
+    if config.base is not None and config.checkpoint in (None, RANDOM):
+        raise ConfigError(f"base={config.base} belongs to a checkpoint without base weights; give checkpoint=FOLDER")
     device = _resolve_device(config.device)
     small = device == "cpu" and config.model == "tiny"
+    dtype = ("float32" if small else "bfloat16") if config.dtype == "auto" else config.dtype
     return replace(
         config,
         checkpoint=RANDOM if config.checkpoint == RANDOM else _resolve_folder("checkpoint", config.checkpoint),
+        base=_resolve_folder("base", config.base),
         tokenizer=_resolve_folder("tokenizer", config.tokenizer),
         device=device,
-        dtype=("float32" if small else "bfloat16") if config.dtype == "auto" else config.dtype,
-        gemm="fixed" if config.gemm == "auto" else config.gemm,
-        schedule="levels" if config.schedule == "auto" and device == "cpu" else config.schedule,
+        dtype=dtype,
+        gemm=_resolve_gemm(config.gemm, device, dtype),
+        schedule=_resolve_schedule(config.schedule, config.pack, device),
         graphs=_resolve_graphs(config.graphs, device),
         cache_dir=str(Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()),
     )
@@ -203,6 +231,23 @@ def _resolve_folder(name: str, value: str | None) -> str | None:
         beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
         raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
     return str(folder)
+
+
+def _resolve_schedule(schedule: str, pack: str, device: str) -> str:
+    if schedule == "auto" and (device == "cpu" or pack == "one"):
+        return "levels"
+    return schedule
+
+
+def _resolve_gemm(gemm: str, device: str, dtype: str) -> str:
+    tunable = device != "cpu" and dtype == "bfloat16"
+    if gemm == "auto":
+        return "tuned" if tunable else "fixed"
+    if gemm == "tuned" and not tunable:
+        raise ConfigError(
+            "gemm=tuned chooses among bfloat16 products of a CUDA device; use gemm=fixed, which has the same bits"
+        )
+    return gemm
 
 
 def _resolve_graphs(graphs: str, device: str) -> str:

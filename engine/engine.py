@@ -11,45 +11,43 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.answers import Head, Provenance, Response, RunStatistics, answer_request, respond, scalar_scores
-from engine.checkpoint import Checkpoint, RandomWeights, open_checkpoint
+from engine.auto import passes_of
 from engine.config import RANDOM, SPLITS, EngineConfig, resolve
-from engine.dimensions import DIMENSIONS, ModelDimensions
+from engine.dimensions import ModelDimensions
 from engine.drawing import ExplainReport, explain_report
-from engine.errors import CapacityError, CheckpointError, ConfigError, ForkgraphError, InferenceError, RequestError
+from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
 from engine.executor import Counters, Executor
 from engine.layout import Layout, Prompt, build_layout, independent_layout
+from engine.letters import LettersHead, letter_answers, letter_prompts, parse_letters
+from engine.loading import check_vocabulary, open_model
 from engine.memory import MemoryPlan, plan_memory
 from engine.model import Backbone, Weights
 from engine.prompts import build_prompts
 from engine.ranges import span
 from engine.requests import Request, parse_request
 from engine.schedule import BufferSizes, Limits, Plan, plan_passes
-from engine.tiny import tiny_checkpoint
 from engine.tokens import Tokens
+from engine.tuning import prepare
 from engine.weights import Progress, load_weights
 from graphs.rungs import LADDER, rung
 from ops.linear import linear_default, linear_fixed
+from ops.linear_tuned import linear_tuned
 from ops.tables import MAX_ROWS
 
 T = TypeVar("T")
 
-MODEL_NAMES = {
-    "tiny": ("forkgraph/tiny",),
-    "4b": ("Qwen/Qwen3.5-4B",),
-    "9b": ("Qwen/Qwen3.5-9B", "open-jev-9b"),
-    "27b": ("Qwen/Qwen3.8-27B", "open-jev-27b-v1.1"),
-}
-"""The base id a response carries, then the aliases a request may use."""
-
-_HANDLES = {"default": linear_default, "fixed": linear_fixed}
+_HANDLES = {"default": linear_default, "fixed": linear_fixed, "tuned": linear_tuned}
 _ROW_LIMITS = (MAX_ROWS, 8_192, 4_096, 2_048, 1_024, 512)
 """Rows of the largest pass, tried in turn when memory is limited."""
 _WARM_UP = {
@@ -58,6 +56,7 @@ _WARM_UP = {
         "action": {"type": "choice", "instructions": "Close it.", "criteria": {"ok": "OK", "wait": "Wait"}},
     },
 }
+_CLOSED = "this engine is closed; load another one"
 _RUN_OPTIONS = ("split", "gemm", "schedule", "pack", "graphs")
 """What `Engine.like` may change: everything else belongs to the weights."""
 
@@ -72,12 +71,20 @@ class Engine:
         tokens: Tokens,
         weights: Weights,
         dimensions: ModelDimensions,
-        head: Head,
+        head: Head | LettersHead,
         provenance: Provenance,
+        aliases: Sequence[str] = (),
     ) -> None:
-        """`config` must be resolved. `Engine.load` is the usual way in."""
+        """`config` must be resolved. Requests may name the model of `provenance` or an alias.
+
+        `Engine.load` is the usual way in.
+        """
+        self._names = (provenance.model, *aliases)
         self.config, self.dimensions, self.head, self.provenance = config, dimensions, head, provenance
         self._tokens, self._weights = tokens, weights
+        if config.gemm == "tuned":
+            assert config.cache_dir is not None
+            prepare(dimensions, device=torch.device(config.device), cache_dir=Path(config.cache_dir))
         backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs != "eager")
         graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
         self._executor = Executor(backbone, capture_limit_bytes=graphs_bytes)
@@ -93,41 +100,50 @@ class Engine:
         """
         config = resolve(_configured(config or EngineConfig(), options))
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-        source, folder = _open_weights(config, dtype, device)
-        tokens = Tokens.load(folder, control=config.tokens.control)  # type: ignore[arg-type]
-        dimensions = source.dimensions
-        _check_memory(plan_memory(dimensions, rows=LADDER[0], buffers=BufferSizes(), **_memory_of(config)), config)
+        model = open_model(config, dtype, device)
+        dimensions = model.dimensions
+        least = plan_memory(dimensions, rows=LADDER[0], reads=1, buffers=BufferSizes(), **_memory_of(config))
+        _check_memory(least, config)
         weights = load_weights(
-            source.tensor, dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress
-        )
+            model.tensor, dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
+            adapter=model.beside,
+        )  # fmt: skip
+        lora = {} if model.lora is None else {"lora": model.lora}
         engine = cls(
             config,
-            tokens=tokens,
+            tokens=model.tokens,
             weights=weights,
             dimensions=dimensions,
-            head=_yes_minus_no(source, tokens),
+            head=model.head,
             provenance=Provenance(
-                model=MODEL_NAMES[config.model][0],
-                base_revision=None,
+                model=model.names[0],
+                base_revision=model.base_revision,
                 max_length=config.max_length,
                 backbone_parameter_dtypes=[f"torch.{config.dtype}", "torch.float32"],
-                extra=_run_metadata(config),
+                checkpoint_sha256=model.checkpoint_sha256,
+                extra=_run_metadata(config) | lora,
             ),
+            aliases=model.names[1:],
         )
         if device.type == "cuda":
             engine.warm_up()
         return engine
 
     def warm_up(self) -> None:
-        """Answer a real request, which compiles what will be needed, and capture the graphs that `warmup` names."""
+        """Answer a real request in every way that may be chosen, which compiles all there is, and capture the graphs
+        that `warmup` names."""
         rows = {rung(rows) for rows in self.config.warmup}
         self.score(_WARM_UP)
+        for _, plan in self._options(self._prompts(self._parsed(_WARM_UP)), Limits()):
+            self._enqueue(partial(self._executor.run, plan)).result()
         for length in sorted(rows, reverse=True):
             length = min(length, self.config.max_length)
             self.hidden_states([Prompt(np.resize(np.arange(16, dtype=np.int32), length))])
+        self._queue.submit(self._executor.capture_missed).result()
 
     def like(self, **options: Any) -> Engine:
         """Another engine over the same weights with other run options (split, gemm, schedule, pack, graphs)."""
+        self._check_open()
         for name in options:
             if name not in _RUN_OPTIONS:
                 raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(_RUN_OPTIONS)}")
@@ -138,7 +154,8 @@ class Engine:
             weights=self._weights,
             dimensions=self.dimensions,
             head=self.head,
-            provenance=replace(self.provenance, extra=_run_metadata(config)),
+            provenance=replace(self.provenance, extra={**self.provenance.extra, **_run_metadata(config)}),
+            aliases=self._names[1:],
         )
 
     def score(self, request: Request | dict[str, Any] | str | bytes) -> Response:
@@ -148,22 +165,25 @@ class Engine:
     def submit(self, request: Request | dict[str, Any] | str | bytes) -> Future[Response]:
         """Queue one request. It is validated before this returns (RequestError).
 
+        The result raises CapacityError, before any forward, when the request fits no pass or not `memory.limit_gib`.
         `cancel()` on the result removes a request that has not started; one that has runs to its end.
         """
         parsed = self._parsed(request)
-        layout, plan = self._plan(self._prompts(parsed))
-        return self._enqueue(lambda: self._answer(parsed, layout, plan))
+        questions = self._prompts(parsed)
+        return self._enqueue(lambda: self._answer(parsed, questions))
 
     def hidden_states(self, prompts: Sequence[Prompt | Sequence[int]]) -> list[Tensor]:
         """Final hidden states of each prompt's reads: [reads, h] on the CPU in the model's dtype, in prompt order.
 
-        Token ids are taken as they are. Raises RequestError for an empty prompt, an id outside the vocabulary or a
-        prompt above max_length, InferenceError for a read that is not finite.
+        Token ids are taken as they are. Raises RequestError for no prompt, an empty one, an id outside the vocabulary
+        or a prompt above max_length, InferenceError for a read that is not finite.
         """
-        checked = [self._checked(i, p) for i, p in enumerate(prompts)]
-        _, plan = self._plan([checked])
+        if not prompts:
+            raise RequestError("there must be at least one prompt", field="prompts")
+        checked = [self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
 
         def states() -> list[Tensor]:
+            _, plan = self._plan([checked])
             hidden, _ = self._executor.run(plan)
             rows = [hidden[list(places)] for places in plan.reads_of_prompt]
             for i, row in enumerate(rows):
@@ -203,10 +223,16 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _enqueue(self, work: Callable[[], T]) -> Future[T]:
+    def _check_open(self) -> None:
         if self._closed:
-            raise ForkgraphError("this engine is closed; load another one")
-        result = self._queue.submit(work)
+            raise ForkgraphError(_CLOSED)
+
+    def _enqueue(self, work: Callable[[], T]) -> Future[T]:
+        self._check_open()
+        try:
+            result = self._queue.submit(work)
+        except RuntimeError:  # closed by another thread meanwhile
+            raise ForkgraphError(_CLOSED) from None
         # Behind the answer, so that a request never waits for graphs of its own, and only later ones profit.
         result.add_done_callback(self._capture_later)
         return result
@@ -219,79 +245,101 @@ class Engine:
     def _parsed(self, request: Request | dict[str, Any] | str | bytes) -> Request:
         if isinstance(request, Request):
             return request
-        return parse_request(request, MODEL_NAMES[self.config.model])
+        parse = parse_letters if isinstance(self.head, LettersHead) else parse_request
+        return parse(request, self._names)
 
     def _prompts(self, request: Request) -> list[list[Prompt]]:
-        prompts = build_prompts(request, self._tokens, self.config.max_length)
-        return [[Prompt(ids) for ids in question.prompts] for question in prompts.questions]
+        if isinstance(self.head, LettersHead):
+            prompts = letter_prompts(request, self._tokens, self.head.system_message, self.config.max_length)
+        else:
+            built = build_prompts(request, self._tokens, self.config.max_length)
+            prompts = [question.prompts for question in built.questions]
+        questions = [[Prompt(ids) for ids in question] for question in prompts]
+        largest = max(int(prompt.token_ids.max()) for question in questions for prompt in question)
+        check_vocabulary(largest, self.dimensions)
+        return questions
 
     def _plan(self, questions: Sequence[Sequence[Prompt]]) -> tuple[Layout, Plan]:
-        """The layout and passes to run: within the memory limit, and for `schedule=auto` the fastest predicted."""
+        """The layout and passes to run: within the memory limit, and for `schedule=auto` the fastest predicted.
+
+        Made when the request's turn has come, since the buffers and times that it goes by are then known.
+        """
         for rows in _ROW_LIMITS:
             limits = Limits(rows=rows, question_snapshots=self.config.memory.question_snapshots)
-            options = list(self._options(questions, limits))
-            fitting = [option for option in options if self._fits(option[1])]
-            if fitting:
-                plan = self._executor.times.fastest(plan for _, plan in fitting)
-                return next(option for option in fitting if option[1] is plan)
+            for layout, plan in self._options(questions, limits):
+                if self._fits(plan):
+                    return layout, plan
             longest = max(len(prompt) for question in questions for prompt in question)
             if longest > rows // 2:
                 break
-        _check_memory(self._memory(options[-1][1]), self.config)
+        _check_memory(self._memory(plan), self.config)
         raise AssertionError("a plan that does not fit is refused above")
 
     def _options(self, questions: Sequence[Sequence[Prompt]], limits: Limits) -> Iterator[tuple[Layout, Plan]]:
+        """What may be run, the fastest predicted first."""
         schedule, pack, split = self.config.schedule, self.config.pack, self.config.split
-        if schedule in ("independent", "batched"):
-            layout = independent_layout(questions)
-            yield layout, plan_passes(layout, schedule=schedule, pack=pack, limits=limits)
-            return
-        layout = build_layout(questions, split)  # type: ignore[arg-type]
+        whole = schedule in ("independent", "batched")
+        layout = independent_layout(questions) if whole else build_layout(questions, split)  # type: ignore[arg-type]
         if schedule != "auto":
             yield layout, plan_passes(layout, schedule=schedule, pack=pack, limits=limits)
             return
-        with suppress(CapacityError):  # the tree may be too large for one pass
-            yield layout, plan_passes(layout, schedule="tree", pack=pack, limits=limits)
-        yield layout, plan_passes(layout, schedule="levels", pack=pack, limits=limits)
-        if layout.question_prefix_tokens:
-            flat = build_layout(questions, split, question_prefixes=False)  # type: ignore[arg-type]
-            yield flat, plan_passes(flat, schedule="levels", pack=pack, limits=limits)
+        ways = passes_of(layout, limits)
+        for way in sorted(ways, key=lambda way: self._executor.times.seconds(ways[way])):
+            if way == "tree":
+                with suppress(CapacityError):  # it may be too large for one pass
+                    yield layout, plan_passes(layout, schedule="tree", pack=pack, limits=limits)
+            elif way == "levels":
+                yield layout, plan_passes(layout, schedule="levels", pack=pack, limits=limits)
+            else:
+                flat = build_layout(questions, split, question_prefixes=False)  # type: ignore[arg-type]
+                yield flat, plan_passes(flat, schedule="levels", pack=pack, limits=limits)
 
     def _memory(self, plan: Plan) -> MemoryPlan:
         buffers = self._executor.buffers.sizes_for(plan.buffers)
         rows = rung(max(one.rows for one in plan.passes))
-        return plan_memory(self.dimensions, rows=rows, buffers=buffers, **_memory_of(self.config))
+        return plan_memory(self.dimensions, rows=rows, reads=plan.num_reads, buffers=buffers, **_memory_of(self.config))
 
     def _fits(self, plan: Plan) -> bool:
         limit = self.config.memory.limit_gib
         return limit is None or self._memory(plan).total <= limit * 2**30
 
-    def _answer(self, request: Request, layout: Layout, plan: Plan) -> Response:
+    def _answer(self, request: Request, questions: Sequence[Sequence[Prompt]]) -> Response:
         start = time.perf_counter()
+        layout, plan = self._plan(questions)
         with span("request", schedule=self.config.schedule, candidates=layout.num_prompts, rows=plan.rows):
             hidden, counters = self._executor.run(plan)
         last = [places[-1] for places in plan.reads_of_prompt]
-        scores = scalar_scores(hidden[last].float().numpy(), self.head)
-        answers = answer_request(request, scores, self.head.temperature)
+        states = hidden[last].float().numpy()
+        if isinstance(self.head, LettersHead):
+            answers = letter_answers(request, states, self.head)
+        else:
+            answers = answer_request(request, scalar_scores(states, self.head), self.head.temperature)
         shares = self.config.schedule not in ("independent", "batched")
         statistics = _statistics(layout, counters, shares=shares)
         return respond(answers, self.head, statistics, self.provenance, time.perf_counter() - start)
 
-    def _checked(self, index: int, prompt: Prompt | Sequence[int]) -> Prompt:
-        if not isinstance(prompt, Prompt):
-            try:
-                prompt = Prompt(np.asarray(prompt, dtype=np.int32))
-            except (OverflowError, ValueError, TypeError) as error:
-                raise RequestError(f"token ids must be integers: {error}", field=f"prompts[{index}]") from None
-        ids = prompt.token_ids
+    def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
+        ids = prompt.token_ids if isinstance(prompt, Prompt) else _token_ids(field, prompt)
         size = self.dimensions.vocab_size
-        if ids.min() < 0 or ids.max() >= size:
-            bad = int(ids[(ids < 0) | (ids >= size)][0])
-            raise RequestError(f"a token id must be from 0 to {size - 1}", field=f"prompts[{index}]", value=bad)
-        if len(prompt) > self.config.max_length:
-            text = f"Input length {len(prompt)} exceeds max_length={self.config.max_length}; no silent truncation"
-            raise RequestError(text, field=f"prompts[{index}]", value=len(prompt))
-        return prompt
+        outside = ids[(ids < 0) | (ids >= size)]
+        if len(outside):
+            raise RequestError(f"a token id must be from 0 to {size - 1}", field=field, value=int(outside[0]))
+        if len(ids) > self.config.max_length:
+            text = f"Input length {len(ids)} exceeds max_length={self.config.max_length}; no silent truncation"
+            raise RequestError(text, field=field, value=len(ids))
+        return prompt if isinstance(prompt, Prompt) else Prompt(ids.astype(np.int32))
+
+
+def _token_ids(field: str, prompt: Sequence[int]) -> npt.NDArray[np.integer[Any]]:
+    if not len(prompt):
+        raise RequestError("a prompt must have at least one token", field=field)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:
+        raise RequestError(f"token ids must be a list of integers: {error}", field=field) from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError("token ids must be a list of integers", field=field, value=prompt)
+    return ids
 
 
 def _memory_of(config: EngineConfig) -> dict[str, int]:
@@ -313,39 +361,8 @@ def _configured(config: EngineConfig, options: dict[str, Any]) -> EngineConfig:
     return replace(config, **options)
 
 
-def _open_weights(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Checkpoint | RandomWeights, str]:
-    """Where tensors come from, and the folder of the tokenizer."""
-    assert config.cache_dir is not None
-    if config.checkpoint == RANDOM and config.model != "tiny":
-        folder = config.tokenizer or str(tiny_checkpoint(config.cache_dir))
-        return RandomWeights(DIMENSIONS[config.model], seed=config.seed, dtype=dtype, device=device), folder
-    if config.checkpoint in (None, RANDOM):
-        folder = str(tiny_checkpoint(config.cache_dir, seed=config.seed))
-    else:
-        assert config.checkpoint is not None
-        folder = config.checkpoint
-    source = open_checkpoint(folder)
-    expected = DIMENSIONS.get(config.model)
-    if expected is not None and source.dimensions != expected:
-        for field in fields(expected):
-            ours, theirs = getattr(expected, field.name), getattr(source.dimensions, field.name)
-            if ours != theirs:
-                raise CheckpointError(
-                    f"{folder}/config.json: {field.name} is {theirs}, model={config.model} has {ours}"
-                )
-    return source, config.tokenizer or folder
-
-
-def _yes_minus_no(source: Checkpoint | RandomWeights, tokens: Tokens) -> Head:
-    """The untrained head: the language-model row of "Yes" minus that of "No", both float32."""
-    yes, no = source.head_rows([tokens.single_id("Yes"), tokens.single_id("No")]).to("cpu", torch.float32)
-    return Head((yes - no).numpy(), 0.0, 1.0, "pretrained_yes_minus_no_no_training")
-
-
 def _run_metadata(config: EngineConfig) -> dict[str, Any]:
-    made = config.model == "tiny" or config.checkpoint == RANDOM
+    made = config.checkpoint in (None, RANDOM)
     run = {name: getattr(config, name) for name in _RUN_OPTIONS}
     return {"weights": "random" if made else "checkpoint", "device": config.device, **run}
 

@@ -6,6 +6,7 @@ of a plan and valid until it ends.
 
 from __future__ import annotations
 
+import traceback
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.auto import PassTimes
-from engine.errors import ForkgraphError, InferenceError
+from engine.errors import InferenceError
 from engine.model import Backbone
 from engine.ranges import span
 from engine.schedule import BufferSizes, Pass, Plan
@@ -54,8 +55,6 @@ class Executor:
         embedding = backbone.weights.embedding
         self.backbone, self.device = backbone, embedding.device
         self.buffers = SnapshotBuffers(backbone.dimensions, dtype=embedding.dtype, device=self.device)
-        d = backbone.dimensions
-        self.group = d.num_attention_heads // d.num_key_value_heads
         self.captured = (
             CapturedForwards(self._eager, words=TABLE_WORDS, device=self.device, limit_bytes=capture_limit_bytes)
             if capture_limit_bytes
@@ -73,26 +72,32 @@ class Executor:
         try:
             with self._on_device():
                 self._reserve(plan.buffers)
-                pieces: list[Tensor] = []
-                for first in range(0, len(plan.passes), _BLOCKS):
-                    group = plan.passes[first : first + _BLOCKS]
-                    for tables, one in zip(self._tables(group, counters), group, strict=True):
-                        pieces.append(self._forward(tables, one))
-                hidden = torch.cat(pieces).cpu()
-        except ForkgraphError:
-            raise
+                hidden = self._hidden_states(plan, counters).cpu()
         except Exception as error:
             self._synchronize()
+            traceback.clear_frames(error.__traceback__)  # they hold what the failed pass had allocated
             raise InferenceError(f"model inference failed: {type(error).__name__}: {error}") from error
         order = torch.tensor([place for one in plan.passes for place in one.outputs])
         return torch.empty_like(hidden).index_copy_(0, order, hidden), counters
+
+    def _hidden_states(self, plan: Plan, counters: Counters) -> Tensor:
+        """All passes; the hidden states [plan.num_reads, h] on the device, pass by pass."""
+        hidden = self.backbone.weights.embedding.new_empty(plan.num_reads, self.backbone.dimensions.hidden_size)
+        done = 0
+        for first in range(0, len(plan.passes), _BLOCKS):
+            group = plan.passes[first : first + _BLOCKS]
+            for tables, one in zip(self._tables(group, counters), group, strict=True):
+                reads = len(one.reads)
+                hidden[done : done + reads] = self._forward(tables, one)
+                done += reads
+        return hidden
 
     def _tables(self, passes: tuple[Pass, ...], counters: Counters) -> Tensor:
         """One block per pass, filled on the host and copied to the device together."""
         host = torch.empty(len(passes), TABLE_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         blocks = host.numpy()
         for block, one in zip(blocks, passes, strict=True):
-            rows = fill(block, one.entries, one.reads, group=self.group)
+            rows = fill(block, one.entries, one.reads)
             counters.add(one.kind, rows, len(one.entries))
         return host.to(self.device, non_blocking=True)
 
@@ -113,12 +118,14 @@ class Executor:
         return bool(self._missed)
 
     def release(self) -> None:
-        """Wait for the device and drop graphs and buffers; the executor is not used again."""
+        """Wait for the device and drop graphs, buffers and weights; the executor is not used again."""
         self._synchronize()
         if self.captured is not None:
             self.captured.drop()
+        self.captured = None  # it knows this executor, which would keep both alive
         self._missed.clear()
-        self.buffers.layers = []
+        self.buffers.drop()
+        del self.backbone
 
     def _reserve(self, sizes: BufferSizes) -> None:
         if self.captured is not None and not self.buffers.fits(sizes):
@@ -127,6 +134,7 @@ class Executor:
         self.buffers.reserve(sizes)
 
     def _forward(self, tables: Tensor, one: Pass) -> Tensor:
+        """Hidden states [reads, h] of one pass, valid until the next."""
         reads = len(one.reads)
         rows, padded = rung(one.rows), rung(reads) if reads else 0
         with span(one.kind, rows=one.rows, rung=rows, segments=len(one.entries), reads=reads):
@@ -134,7 +142,7 @@ class Executor:
                 return self._eager(tables, rows, padded)[:reads]
             hidden = self.captured.replay(tables, rows, padded)
             if hidden is not None:
-                return hidden[:reads].clone()  # the next replay writes over it
+                return hidden[:reads]
             if self.captured.wants(rows, padded):
                 self._missed[rows, padded] = tables.clone()
             return self._eager(tables, rows, padded)[:reads]

@@ -12,8 +12,10 @@ from engine.cli import console, read_request, run_command
 from engine.config import RANDOM, SPLITS, ExplainConfig, resolve
 from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.drawing import explain_report
-from engine.engine import MODEL_NAMES
 from engine.layout import Prompt, build_layout
+from engine.letters import letter_prompts, parse_letters, read_system_message
+from engine.loading import checkpoint_kind, head_of, model_names
+from engine.package import weights_folder
 from engine.prompts import build_prompts
 from engine.requests import parse_request
 from engine.tiny import tiny_config, tiny_tokenizer
@@ -31,16 +33,22 @@ def explain(config: ExplainConfig, *, stdin: BinaryIO, stdout: TextIO) -> int:
     """
     config = resolve(replace(config, checkpoint=config.checkpoint or RANDOM))
     body, source = read_request(config.request, stdin)
-    request = parse_request(body, MODEL_NAMES[config.model])
+    kind = checkpoint_kind(config)
+    letters = head_of(config, kind) == "letters"
+    request = (parse_letters if letters else parse_request)(body, model_names(config, kind))
     tokens, note = _tokenizer(config)
-    questions = build_prompts(request, tokens, config.max_length).questions
-    prompts = [[Prompt(ids) for ids in question.prompts] for question in questions]
+    if letters:
+        message = read_system_message(config.letters.system_message, check=config.check_ids)
+        ids = letter_prompts(request, tokens, message, config.max_length)
+    else:
+        ids = [question.prompts for question in build_prompts(request, tokens, config.max_length).questions]
+    prompts = [[Prompt(one) for one in question] for question in ids]
     splits = sorted(SPLITS, key=lambda split: split != config.split)
     report = explain_report(
         {split: build_layout(prompts, split) for split in splits},  # type: ignore[arg-type]
         _dimensions(config),
         2 if config.dtype == "bfloat16" else 4,
-        question_names=[question.id for question in questions],
+        question_names=list(request.questions),
     )
     if config.format == "json":
         facts = {"request": source, "model": config.model, "dtype": config.dtype, "tokenizer": note}
@@ -53,12 +61,14 @@ def explain(config: ExplainConfig, *, stdin: BinaryIO, stdout: TextIO) -> int:
 
 def _dimensions(config: ExplainConfig) -> ModelDimensions:
     if config.checkpoint is not None and config.checkpoint != RANDOM:
-        return read_dimensions(config.checkpoint)
+        return read_dimensions(weights_folder(config.checkpoint, config.base))
     return DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
 
 
 def _tokenizer(config: ExplainConfig) -> tuple[Tokens, str]:
-    folder = config.tokenizer or (None if config.checkpoint == RANDOM else config.checkpoint)
+    folder = config.tokenizer
+    if folder is None and config.checkpoint is not None and config.checkpoint != RANDOM:
+        folder = weights_folder(config.checkpoint, config.base)
     if folder is not None:
         return Tokens.load(folder, config.tokens.control), folder  # type: ignore[arg-type]
     note = "that of tiny" + (

@@ -14,11 +14,13 @@ WORKSPACE_BYTES = 96 * 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes by purpose. `pass_scratch` is the largest set of activations alive at once in one pass."""
+    """Bytes by purpose. `pass_scratch` is the largest set of activations alive at once in one pass, `results` the final
+    hidden states of all reads."""
 
     weights: int
     snapshots: int
     pass_scratch: int
+    results: int
     graphs: int
     workspace: int = WORKSPACE_BYTES
 
@@ -36,14 +38,18 @@ class MemoryPlan:
 
 
 def plan_memory(
-    dimensions: ModelDimensions, *, dtype_bytes: int, rows: int, buffers: BufferSizes, graphs_bytes: int
+    dimensions: ModelDimensions, *, dtype_bytes: int, rows: int, reads: int, buffers: BufferSizes, graphs_bytes: int
 ) -> MemoryPlan:
-    """For passes of up to `rows` rows over snapshot buffers of these sizes; `graphs_bytes` is the bound on graphs."""
+    """For `reads` hidden states from passes of up to `rows` rows (a rung) over snapshot buffers of these sizes.
+
+    `graphs_bytes` is the bound on captured graphs.
+    """
     snapshot = dimensions.snapshot_bytes(dtype_bytes)
     return MemoryPlan(
         weights=dimensions.weight_bytes(dtype_bytes).total,
         snapshots=snapshot.buffers(kv_rows=buffers.kv_rows, slots=buffers.slots, states=buffers.states),
         pass_scratch=dimensions.pass_bytes(rows, dtype_bytes) + delta_rule_scratch(dimensions, rows, dtype_bytes),
+        results=reads * dimensions.hidden_size * dtype_bytes,
         graphs=graphs_bytes,
     )
 

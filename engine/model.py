@@ -16,6 +16,7 @@ from engine.dimensions import ModelDimensions
 from engine.snapshot import AttentionBuffers, GdnBuffers, LayerBuffers
 from graphs.regions import Region, compiled, dynamic_rows
 from ops.add_rms_norm import add_rms_norm
+from ops.add_rows import add_rows
 from ops.attention import attention
 from ops.attention_prepare import attention_prepare
 from ops.delta_rule import delta_rule
@@ -32,10 +33,20 @@ Linear = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
+class LowRank:
+    """A LoRA kept beside the weight [N, K] that it changes. `rank` is a multiple of 16."""
+
+    down: Tensor  # [rank, K]
+    up: Tensor  # [N, rank], scale included
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpWeights:
     norm_h: Tensor
     gate_up: Tensor  # [2 i, h]
     down: Tensor  # [h, i]
+    gate_up_lora: LowRank | None = None
+    down_lora: LowRank | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,8 @@ class GdnWeights:
     out_norm: Tensor  # [dv] float32
     out_proj: Tensor  # [h, Hv * dv]
     mlp: MlpWeights
+    in_lora: LowRank | None = None
+    out_lora: LowRank | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +71,8 @@ class AttentionWeights:
     k_norm: Tensor
     out_proj: Tensor  # [h, H d]
     mlp: MlpWeights
+    in_lora: LowRank | None = None
+    out_lora: LowRank | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +96,20 @@ def rope_table(dimensions: ModelDimensions, positions: int, *, dtype: torch.dtyp
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype).to(device)
 
 
+def _project(
+    x_RK: Tensor, weight_NK: Tensor, lora: LowRank | None, linear: Linear, columns: slice | None = None
+) -> Tensor:
+    """A product, in whole or some of its columns. With a LoRA it is the rounded sum of two rounded products."""
+    y_RN = linear(x_RK, weight_NK if columns is None else weight_NK[columns])
+    if lora is None:
+        return y_RN
+    sum_RN: Tensor = add_rows(y_RN, linear(linear(x_RK, lora.down), lora.up if columns is None else lora.up[columns]))
+    return sum_RN
+
+
 def _mlp(x_Rh: Tensor, delta_Rh: Tensor, w: MlpWeights, eps: float, linear: Linear) -> tuple[Tensor, Tensor]:
     x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, eps)
-    return x_Rh, linear(silu_mul(linear(normed_Rh, w.gate_up)), w.down)
+    return x_Rh, _project(silu_mul(_project(normed_Rh, w.gate_up, w.gate_up_lora, linear)), w.down, w.down_lora, linear)
 
 
 def _picked(x_Rh: Tensor, tables: Tensor, read_rows_N: Tensor) -> Tensor:
@@ -126,7 +152,7 @@ class GdnLayer(nn.Module):
         # A method of its own, so that eager runs drop what the mixer held before the MLP allocates.
         w = self.w
         x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, self.eps)
-        proj_RP = self.linear(normed_Rh, w.in_proj)
+        proj_RP = _project(normed_Rh, w.in_proj, w.in_lora, self.linear)
         qkv_RC, gates_RG = gdn_conv(
             proj_RP, w.conv, w.a_log, w.dt_bias, tables, buffers.history, buffers.tail_kv, buffers.tail_gates
         )
@@ -136,7 +162,7 @@ class GdnLayer(nn.Module):
                 return x_Rh, o_RV
             x_Rh, o_RV, proj_RP = (_picked(t, tables, read_rows_N) for t in (x_Rh, o_RV, proj_RP))
         gated_RV = gated_rms_norm(o_RV, proj_RP, w.out_norm, self.eps, self.z_offset)
-        return x_Rh, self.linear(gated_RV, w.out_proj)
+        return x_Rh, _project(gated_RV, w.out_proj, w.out_lora, self.linear)
 
 
 class AttentionLayer(nn.Module):
@@ -175,14 +201,15 @@ class AttentionLayer(nn.Module):
         w = self.w
         x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, self.eps)
         if last:
-            kv_proj, kv_offset = self.linear(normed_Rh, w.in_proj[self.q_columns :]), 0
+            kv_proj = _project(normed_Rh, w.in_proj, w.in_lora, self.linear, slice(self.q_columns, None))
+            kv_offset = 0
             if read_rows_N is None:
                 q_proj = kv_proj.new_empty(0, self.q_columns)
             else:
                 x_Rh, normed_Rh = (_picked(t, tables, read_rows_N) for t in (x_Rh, normed_Rh))
-                q_proj = self.linear(normed_Rh, w.in_proj[: self.q_columns])
+                q_proj = _project(normed_Rh, w.in_proj, w.in_lora, self.linear, slice(self.q_columns))
         else:
-            q_proj = kv_proj = self.linear(normed_Rh, w.in_proj)
+            q_proj = kv_proj = _project(normed_Rh, w.in_proj, w.in_lora, self.linear)
             kv_offset = self.q_columns
         q, k, v = attention_prepare(
             q_proj, kv_proj, w.q_norm, w.k_norm, self.rope, cache.k_cache, cache.v_cache, tables,
@@ -191,7 +218,7 @@ class AttentionLayer(nn.Module):
         if last and read_rows_N is None:
             return x_Rh, k
         o = attention(q, q_proj, cache.k_cache, cache.v_cache, k, v, tables, self.head_dim, last)
-        return x_Rh, self.linear(o, w.out_proj)
+        return x_Rh, _project(o, w.out_proj, w.out_lora, self.linear)
 
 
 class Backbone(nn.Module):

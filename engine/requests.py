@@ -111,7 +111,7 @@ def parse_request(source: dict[str, Any] | str | bytes, loaded_names: Collection
     Raises `RequestError` for the first violated rule of the wire contract. Python values obey the rules of the body
     they would be sent as; tuples and non-string keys, which JSON cannot spell, are refused.
     """
-    tree = _read_json(_as_body(source) if isinstance(source, dict) else source)
+    tree = read_body(source)
     if not isinstance(tree, dict) or "state" not in tree or "questions" not in tree:
         raise RequestError("request requires state and questions", value=tree)
     model = tree.get("model")
@@ -128,6 +128,11 @@ def parse_request(source: dict[str, Any] | str | bytes, loaded_names: Collection
     if request.num_candidates > MAX_CANDIDATES:
         raise RequestError("request exceeds the candidate limit", field="questions", value=request.num_candidates)
     return request
+
+
+def read_body(source: dict[str, Any] | str | bytes) -> Any:
+    """What the JSON body says, read strictly; Python values are taken as the body they would be sent as."""
+    return _read_json(_as_body(source) if isinstance(source, dict) else source)
 
 
 def _refusal(error: ErrorDetails) -> RequestError:

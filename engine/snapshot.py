@@ -52,11 +52,11 @@ class SnapshotBuffers:
         self.dimensions, self.dtype, self.device = dimensions, dtype, device
         self.sizes = BufferSizes()
         self.layers: list[LayerBuffers] = []
-        self.reserve(_SMALLEST)
+        self.reserve(self.sizes)
 
     def sizes_for(self, sizes: BufferSizes) -> BufferSizes:
         """The sizes after `reserve(sizes)`."""
-        wanted = self.sizes.union(sizes)
+        wanted = self.sizes.union(sizes).union(_SMALLEST)
         if wanted.kv_rows > _SMALLEST.kv_rows:
             wanted = replace(wanted, kv_rows=-(-wanted.kv_rows // _KV_STEP) * _KV_STEP)
         return wanted
@@ -70,9 +70,13 @@ class SnapshotBuffers:
         if self.fits(sizes):
             return
         wanted = self.sizes_for(sizes)
-        self.layers = []  # the old buffers go first: growing never holds both
+        self.drop()  # growing never holds both, and when it fails the next `reserve` starts afresh
         self.layers = [self._allocate(kind, wanted) for kind in self.dimensions.layer_types]
         self.sizes = wanted
+
+    def drop(self) -> None:
+        """Give the memory back; the next `reserve` allocates again."""
+        self.layers, self.sizes = [], BufferSizes()
 
     def _allocate(self, kind: str, sizes: BufferSizes) -> LayerBuffers:
         d = self.dimensions

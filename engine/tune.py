@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,24 +9,20 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table as Grid
-from rich.text import Text
 
 from engine.checkpoint import read_dimensions
 from engine.cli import console, run_command, write_whole
 from engine.config import RANDOM, EngineConfig, resolve
 from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.errors import ConfigError
+from engine.package import weights_folder
 from engine.tiny import tiny_config
 from engine.tuned_table import Key, Table, encode
-from engine.tuning import failures, left_to_fixed, table_path, tune
-from graphs.tuning import ANCHORS, Findings
-from ops.linear_tuned import CUBLAS, Cell
-
-SHOWN = (64, 128, 256, 320, 512, 1_088, 3_136, 8_960)
-"""Rungs of the report."""
+from engine.tuning import table_path, tune
+from engine.tuning_report import report
+from graphs.tuning import Findings
 
 
 @dataclass(kw_only=True)
@@ -42,7 +37,9 @@ def main() -> None:
     sys.exit(run_command("tune", TuneConfig, lambda config: search_and_report(config, stderr=sys.stderr)))
 
 
-def search_and_report(config: TuneConfig, *, stderr: TextIO, search: Callable[..., tuple[Findings, Key, Table]] = tune) -> int:
+def search_and_report(
+    config: TuneConfig, *, stderr: TextIO, search: Callable[..., tuple[Findings, Key, Table]] = tune
+) -> int:
     """Search, keep what was found, and report. Raises ConfigError where there is nothing to tune."""
     config = resolve(replace(config, checkpoint=config.checkpoint or RANDOM))
     device = torch.device(config.device)
@@ -71,41 +68,9 @@ def search_and_report(config: TuneConfig, *, stderr: TextIO, search: Callable[..
     return 0
 
 
-def report(findings: Findings) -> Group:
-    """Time of the winner over that of the library's own choice, per weight; then what failed the byte test."""
-    grid = Grid(box=None, pad_edge=False, header_style="bold")
-    grid.add_column("weight")
-    for rows in SHOWN:
-        grid.add_column(f"{rows:,}", justify="right")
-    grid.add_column("all", justify="right")
-    for n, k in dict.fromkeys(cell[:2] for cell in findings.names):
-        cells = [_shown(findings, (n, k, rows)) for rows in SHOWN]
-        ratios = [ratio for rows in ANCHORS if (ratio := time_ratio(findings, (n, k, rows))) is not None]
-        grid.add_row(f"{n}x{k}", *cells, f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
-    return Group(
-        Text("Time over that of the library's own choice: t a tile, l cuBLAS or cuBLASLt, f fixed, p padded rows."),
-        grid,
-        Text("\n".join(["", *failures(findings), *left_to_fixed(findings)])),
-    )
-
-
-def time_ratio(findings: Findings, cell: Cell) -> float | None:
-    """The winner's time over the library's own choice; None where the winner was not timed."""
-    times = findings.times[cell]
-    winner = times.get(findings.names[cell][0])
-    return None if winner is None else winner / times[CUBLAS]
-
-
-def _shown(findings: Findings, cell: Cell) -> str:
-    ratio = time_ratio(findings, cell)
-    name, _, padded = findings.names[cell][0].partition("@")
-    kind = "p" if padded else "l" if name.startswith(CUBLAS) else name[0]
-    return "-" if ratio is None else f"{ratio:.2f} {kind}"
-
-
 def _dimensions(config: TuneConfig) -> ModelDimensions:
     if config.checkpoint is not None and config.checkpoint != RANDOM:
-        return read_dimensions(config.checkpoint)
+        return read_dimensions(weights_folder(config.checkpoint, config.base))
     return DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
 
 

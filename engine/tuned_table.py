@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -20,11 +20,16 @@ from typing import Any
 from graphs.rungs import LADDER
 from ops.linear_tuned import CUBLASLT, Cell, product
 
-Table = dict[Cell, tuple[str, ...]]
-"""Per weight rows, weight columns and rung the names of algorithms, best first."""
-
 FORMAT = 1
 logger = logging.getLogger("forkgraph")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    names: dict[Cell, tuple[str, ...]] = field(default_factory=dict)
+    """Per weight rows, weight columns and rung the names of algorithms, best first."""
+    failed: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
+    """Where an algorithm did not have the bits of `fixed`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +55,23 @@ class DamagedTableError(Exception):
     """The text is no table; the message says where it went wrong."""
 
 
-def encode(key: Key, table: Mapping[Cell, tuple[str, ...]]) -> str:
+def encode(key: Key, table: Table) -> str:
     """JSON with one line per weight: for each rung the places of its names in `names`."""
-    shapes = sorted({(n, k) for n, k, _ in table})
-    names = sorted({name for found in table.values() for name in found})
+    weights = sorted({cell[:2] for cell in table.names})
+    names = sorted({name for found in table.names.values() for name in found})
     place = {name: i for i, name in enumerate(names)}
-    rows = {f"{n}x{k}": [[place[name] for name in table.get((n, k, rung), ())] for rung in LADDER] for n, k in shapes}
+    places = {
+        (n, k): [[place[name] for name in table.names.get((n, k, rung), ())] for rung in LADDER] for n, k in weights
+    }
     parts = {
         "format": json.dumps(FORMAT),
         "key": json.dumps(asdict(key)),
         "rungs": json.dumps(LADDER, separators=(",", ":")),
-        "names": "[\n  " + ",\n  ".join(json.dumps(name) for name in names) + "\n ]",
-        "weights": "{\n  "
-        + ",\n  ".join(f'"{weight}": {json.dumps(places, separators=(",", ":"))}' for weight, places in rows.items())
-        + "\n }",
+        "names": _lines("[]", [json.dumps(name) for name in names]),
+        "weights": _lines("{}", [f'"{n}x{k}": {json.dumps(places[n, k], separators=(",", ":"))}' for n, k in weights]),
+        "failed": _lines(
+            "{}", [f"{json.dumps(name)}: {json.dumps(cells)}" for name, cells in sorted(table.failed.items())]
+        ),
     }
     return "{\n " + ",\n ".join(f'"{part}": {text}' for part, text in parts.items()) + "\n}\n"
 
@@ -76,14 +84,16 @@ def decode(text: str) -> tuple[Key, Table]:
             raise DamagedTableError(f"format {content['format']!r}, not {FORMAT}")
         key = _key(content["key"])
         names = [str(name) for name in content["names"]]
-        for name in names:
+        for name in (*names, *content["failed"]):
             product(name)
-        table: Table = {}
+        table = Table()
         for weight, places in content["weights"].items():
             n, k = map(int, weight.split("x"))
             for rung, chosen in zip(content["rungs"], places, strict=True):
                 if chosen:
-                    table[n, k, int(rung)] = tuple(names[_index(place)] for place in chosen)
+                    table.names[n, k, int(rung)] = tuple(names[_index(place)] for place in chosen)
+        for name, cells in content["failed"].items():
+            table.failed[name] = tuple((int(n), int(k), int(rows)) for n, k, rows in cells)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise DamagedTableError(f"{type(error).__name__}: {error}") from None
     return key, table
@@ -92,10 +102,10 @@ def decode(text: str) -> tuple[Key, Table]:
 def read(path: Path, key: Key) -> Table:
     """The table in this file if it was made under `key`, else an empty one; a damaged file is left with a warning."""
     found = _read(path)
-    return found[1] if found is not None and found[0] == key else {}
+    return found[1] if found is not None and found[0] == key else Table()
 
 
-def write(path: Path, key: Key, table: Mapping[Cell, tuple[str, ...]]) -> None:
+def write(path: Path, key: Key, table: Table) -> None:
     """Write under another name, then rename: a reader sees the old file or the whole new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -106,15 +116,15 @@ def write(path: Path, key: Key, table: Mapping[Cell, tuple[str, ...]]) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def shipped(key: Key) -> Table:
+def shipped(key: Key) -> dict[Cell, tuple[str, ...]]:
     """The winners that ship for this GPU, untested here. Codes of another cuBLAS mean nothing and are left out."""
     found = _read(files("configs").joinpath("tuned", shipped_name(key.gpu)))
     if found is None:
         return {}
-    other, table = found
-    if other.cublas != key.cublas:
-        table = {cell: tuple(n for n in names if not n.startswith(f"{CUBLASLT}#")) for cell, names in table.items()}
-    return {cell: names for cell, names in table.items() if names}
+    names = found[1].names
+    if found[0].cublas != key.cublas:
+        names = {cell: tuple(n for n in kept if not n.startswith(f"{CUBLASLT}#")) for cell, kept in names.items()}
+    return {cell: kept for cell, kept in names.items() if kept}
 
 
 def shipped_name(gpu: str) -> str:
@@ -129,6 +139,11 @@ def _read(path: Path | Traversable) -> tuple[Key, Table] | None:
     except (OSError, UnicodeDecodeError, DamagedTableError) as error:
         logger.warning("gemm=tuned: %s is damaged and ignored (%s)", path, error)
         return None
+
+
+def _lines(brackets: str, items: Sequence[str]) -> str:
+    """A JSON list or object with one item per line."""
+    return f"{brackets[0]}\n  " + ",\n  ".join(items) + f"\n {brackets[1]}" if items else brackets
 
 
 def _key(content: dict[str, Any]) -> Key:

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from graphs.lab import GpuLab
 from graphs.rungs import LADDER
 from graphs.tuning import Findings, Lab, Progress, retest, search
 from ops import blas
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, install
+from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Cell, install, is_one_kernel
 
 UNKNOWN = (CUBLAS, CUBLASLT)
 """What is tested for a weight that nobody has searched."""
@@ -67,18 +67,15 @@ def prepare(
     path = table_path(cache_dir, key)
     table = read(path, key)
     cells = [(n, k, rows) for n, k in weight_shapes(dimensions) for rows in LADDER]
-    missing = [cell for cell in cells if cell not in table]
-    if missing:
-        known = shipped(key)
-        wanted = {cell: known.get(cell, UNKNOWN) for cell in missing}
-        findings = in_lab(device, lambda lab: retest(wanted, lab, progress=progress))
-        table |= findings.names
+    while missing := [cell for cell in cells if cell not in table.names]:
+        findings = _tested(missing, table, key, device, progress)
+        table = merged(table, findings)
         keep(path, key, table)
         for line in failures(findings):
             logger.info("gemm=tuned: %s", line)
         for line in left_to_fixed(findings):
             logger.warning("gemm=tuned: %s", line)
-    install({cell: table[cell][0] for cell in cells}, device)
+    install({cell: table.names[cell][0] for cell in cells}, device)
 
 
 def tune(
@@ -87,10 +84,26 @@ def tune(
     """Search anew for every weight of this model and keep what was found; also the whole table of this machine."""
     key = current_key(device)
     path = table_path(cache_dir, key)
-    findings = in_lab(device, lambda lab: search(weight_shapes(dimensions), lab, progress=progress))
-    table = read(path, key) | findings.names
+    known, shapes = read(path, key), weight_shapes(dimensions)
+    findings = in_lab(device, lambda lab: search(shapes, lab, failed=known.failed, progress=progress))
+    table = merged(known, findings)
     keep(path, key, table)
     return findings, key, table
+
+
+def _tested(
+    missing: Sequence[Cell], table: Table, key: Key, device: torch.device, progress: Progress | None
+) -> Findings:
+    known = shipped(key)
+    wanted = {cell: known.get(cell, UNKNOWN) for cell in missing}
+    return in_lab(device, lambda lab: retest(wanted, lab, failed=table.failed, progress=progress))
+
+
+def merged(table: Table, findings: Findings) -> Table:
+    """What was found replaces what was known. A cell led by a kernel that failed elsewhere since is open again."""
+    struck = {name for name in findings.failed if is_one_kernel(name)}
+    names = {cell: kept for cell, kept in (table.names | findings.names).items() if kept[0] not in struck}
+    return Table(names=names, failed=findings.failed)
 
 
 def in_lab(device: torch.device, work: Callable[[Lab], Findings]) -> Findings:

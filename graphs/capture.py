@@ -21,6 +21,9 @@ Forward = Callable[[Tensor, int, int], Tensor]
 """Tables [words] on the device, padded rows, padded reads -> hidden states [reads, h]."""
 Key = tuple[int, int]
 
+MOST_GRAPH_BYTES = 16 * 2**20
+"""No graph is charged with more: what other processes allocate meanwhile looks like a graph's own memory."""
+
 logger = logging.getLogger("forkgraph")
 
 
@@ -32,7 +35,10 @@ class _Captured:
 
 
 class CapturedForwards:
-    """Least recently used graphs up to `limit_bytes` of device memory beside the shared pool's first graph."""
+    """Graphs up to `limit_bytes` of device memory of their own; beyond that the least recently used ones go.
+
+    The pool that they share is not part of it: it holds the activations of the largest forward, whichever graphs stay.
+    """
 
     def __init__(self, forward: Forward, *, words: int, device: torch.device, limit_bytes: int) -> None:
         self._forward, self._device, self._limit = forward, device, limit_bytes
@@ -64,7 +70,7 @@ class CapturedForwards:
         A capture that fails is reported once and leaves the eager forward in charge of that key.
         """
         start = time.perf_counter()
-        free_before = torch.cuda.mem_get_info(self._device)[0]
+        before = self._own_bytes()
         graph = torch.cuda.CUDAGraph()
         self._tables.copy_(tables)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -78,12 +84,17 @@ class CapturedForwards:
             return
         self._pool = graph.pool()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        used = max(0, free_before - torch.cuda.mem_get_info(self._device)[0])
+        used = min(max(0, self._own_bytes() - before), MOST_GRAPH_BYTES)
         self._captured[rows, reads] = _Captured(graph, hidden, used)
         self.capture_seconds[rows, reads] = time.perf_counter() - start
         self.replay_seconds[rows, reads] = self._timed(graph)
         while len(self._captured) > 1 and sum(c.bytes for c in self._captured.values()) > self._limit:
             self._captured.popitem(last=False)
+
+    def _own_bytes(self) -> int:
+        """Device memory in use that is not the allocator's."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free - torch.cuda.memory_reserved(self._device)
 
     def _timed(self, graph: torch.cuda.CUDAGraph) -> float:
         """Seconds of one replay, the second of two, over the tables it was captured with."""

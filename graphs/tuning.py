@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from graphs.candidates import PADDED_BELOW, candidates
@@ -51,8 +52,8 @@ class Findings:
     """Per cell the names that may run, best first, and what was learnt on the way."""
 
     names: dict[Cell, tuple[str, ...]]
-    failed: dict[str, list[Cell]]
-    """Where a name's bytes differed from those of `fixed`."""
+    failed: dict[str, tuple[Cell, ...]]
+    """Where a name's bytes differed from those of `fixed`, with what was known before."""
     times: dict[Cell, dict[str, float]] = field(default_factory=dict)
     """Microseconds."""
 
@@ -61,11 +62,14 @@ def search(
     shapes: Sequence[tuple[int, int]],
     lab: Lab,
     *,
+    failed: Mapping[str, Sequence[Cell]] | None = None,
     offered: Callable[[Cell], Sequence[str]] = candidates,
     progress: Progress | None = None,
 ) -> Findings:
-    """Time and test anew for weights of these shapes (rows, columns), on every rung."""
+    """Time and test anew for weights of these shapes (rows, columns), on every rung. `failed` is known to fail."""
+    verdicts = _Verdicts(lab, failed or {})
     times: dict[Cell, dict[str, float]] = {}
+    leaders: dict[Cell, tuple[str, ...]] = {}
     steps, done = 2 * len(shapes) * len(LADDER), 0
     everything = {(n, k, rows): tuple(offered((n, k, rows))) for n, k in shapes for rows in ANCHORS}
     lab.prepare({name for names in everything.values() for name in names})
@@ -74,25 +78,32 @@ def search(
             cell = n, k, rows
             if rows in ANCHORS:
                 times[cell] = lab.times(cell, everything[cell], careful=True)
+                passing = (name for name in by_time(times[cell]) if verdicts.passes(name, cell))
+                leaders[cell] = tuple(islice(passing, 2 if rows <= PADDED_BELOW else 1))
             else:
-                best = 2 if rows <= PADDED_BELOW else 1
-                near = [by_time(times[n, k, anchor])[:best] for anchor in neighbours(rows)]
-                few = dict.fromkeys((CUBLAS, CUBLASLT, *(name for pair in near for name in pair)))
-                times[cell] = lab.times(cell, [name for name in few if fits(name, rows)], careful=False)
+                near = [name for anchor in neighbours(rows) for name in leaders[n, k, anchor] if fits(name, rows)]
+                times[cell] = lab.times(cell, list(dict.fromkeys((CUBLAS, CUBLASLT, *near))), careful=False)
             done += 1
             if progress is not None:
                 progress(done, steps)
     ranked = {cell: kept(by_time(found)) for cell, found in times.items()}
-    names, failed = settle(ranked, lab, lambda n: progress(done + n, steps) if progress is not None else None)
-    return Findings(names=names, failed=failed, times=times)
+    names = settle(ranked, verdicts, lambda n: progress(done + n, steps) if progress is not None else None)
+    return Findings(names=names, failed=verdicts.failures(), times=times)
 
 
-def retest(wanted: Mapping[Cell, Sequence[str]], lab: Lab, *, progress: Progress | None = None) -> Findings:
+def retest(
+    wanted: Mapping[Cell, Sequence[str]],
+    lab: Lab,
+    *,
+    failed: Mapping[str, Sequence[Cell]] | None = None,
+    progress: Progress | None = None,
+) -> Findings:
     """Test known winners without timing anything: in each cell the first name that passes leads."""
     ranked = {cell: tuple(names) for cell, names in wanted.items()}
     lab.prepare({names[0] for names in ranked.values() if names})
-    names, failed = settle(ranked, lab, lambda n: progress(n, len(ranked)) if progress is not None else None)
-    return Findings(names=names, failed=failed)
+    verdicts = _Verdicts(lab, failed or {})
+    names = settle(ranked, verdicts, lambda n: progress(n, len(ranked)) if progress is not None else None)
+    return Findings(names=names, failed=verdicts.failures())
 
 
 def neighbours(rows: int) -> tuple[int, int]:
@@ -111,38 +122,57 @@ def by_time(times: Mapping[str, float]) -> list[str]:
 
 
 def kept(names: Sequence[str]) -> tuple[str, ...]:
-    """The fastest few, with one among them that another version of cuBLAS knows too."""
-    best = list(names[:KEPT])
-    if all(name.startswith(f"{CUBLASLT}#") for name in best):
-        best[-1:] = [next((name for name in names if not name.startswith(f"{CUBLASLT}#")), FIXED)]
-    return tuple(best)
+    """The fastest few down to `fixed`, with one among them that another version of cuBLAS knows too."""
+    faster = list(names[: names.index(FIXED)] if FIXED in names else names)
+    best = faster[:KEPT]
+    if best and all(name.startswith(f"{CUBLASLT}#") for name in best):
+        best[KEPT - 1 :] = [name for name in faster if not name.startswith(f"{CUBLASLT}#")][:1]
+    return tuple(best) or (FIXED,)
+
+
+class _Verdicts:
+    """What byte tests have said so far."""
+
+    def __init__(self, lab: Lab, failed: Mapping[str, Sequence[Cell]]) -> None:
+        self._lab = lab
+        self._failed = {name: list(cells) for name, cells in failed.items()}
+        self._known: dict[tuple[Cell, str], bool] = {}
+
+    def failures(self) -> dict[str, tuple[Cell, ...]]:
+        return {name: tuple(cells) for name, cells in self._failed.items()}
+
+    def struck(self, name: str, cell: Cell) -> bool:
+        """Whether the name failed here, or, as a single kernel, anywhere."""
+        return name in self._failed and (is_one_kernel(name) or cell in self._failed[name])
+
+    def passes(self, name: str, cell: Cell) -> bool:
+        if name == FIXED:
+            return True
+        if self.struck(name, cell):
+            return False
+        if (cell, name) not in self._known:
+            try:
+                same = self._lab.same_bytes(cell, name)
+            except CannotRunError:
+                self._known[cell, name] = False
+                return False
+            if not same:
+                self._failed.setdefault(name, []).append(cell)
+            self._known[cell, name] = same
+        return self._known[cell, name]
 
 
 def settle(
-    ranked: Mapping[Cell, tuple[str, ...]], lab: Lab, progress: Callable[[int], None]
-) -> tuple[dict[Cell, tuple[str, ...]], dict[str, list[Cell]]]:
-    """Per cell the first name that passes the byte test and those after it; and where names failed."""
-    failed: dict[str, list[Cell]] = {}
+    ranked: Mapping[Cell, tuple[str, ...]], verdicts: _Verdicts, progress: Callable[[int], None]
+) -> dict[Cell, tuple[str, ...]]:
+    """Per cell the first name that passes the byte test, and those after it."""
     settled: dict[Cell, tuple[str, ...]] = {}
-
-    def struck(name: str, cell: Cell) -> bool:
-        return name in failed and (is_one_kernel(name) or cell in failed[name])
-
-    def passes(name: str, cell: Cell) -> bool:
-        try:
-            same = name == FIXED or lab.same_bytes(cell, name)
-        except CannotRunError:
-            return False
-        if not same:
-            failed.setdefault(name, []).append(cell)
-        return same
-
     waiting = list(ranked)
     while waiting:
         for cell in waiting:
             names = ranked[cell]
-            first = next((i for i, name in enumerate(names) if not struck(name, cell) and passes(name, cell)), None)
+            first = next((i for i, name in enumerate(names) if verdicts.passes(name, cell)), None)
             settled[cell] = (FIXED,) if first is None else names[first:]
             progress(len(settled))
-        waiting = [cell for cell, names in settled.items() if struck(names[0], cell)]  # failed after it was settled
-    return {cell: tuple(n for n in names if not struck(n, cell)) for cell, names in settled.items()}, failed
+        waiting = [cell for cell, names in settled.items() if verdicts.struck(names[0], cell)]  # failed since
+    return {cell: tuple(n for n in names if not verdicts.struck(n, cell)) for cell, names in settled.items()}

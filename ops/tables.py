@@ -36,14 +36,11 @@ MAX_SEGMENTS = 512
 MAX_READS = 1_024
 MAX_GROUP = 8
 """Largest number of query heads per key/value head."""
-TILE_M = 64
-"""(row, head) pairs of one attention query tile; a tile never mixes segments."""
 MAX_CHUNKS = 768
 """Chunks of one pass; bounds the delta rule's scratch. Enough for 255 branches that each straddle a border."""
-MAX_TILES = MAX_ROWS * MAX_GROUP // TILE_M + MAX_SEGMENTS
 
 # Counts, at the head of the block.
-NUM_ROWS, NUM_SEGMENTS, NUM_INTERNAL, NUM_CHUNKS, NUM_TILES, NUM_READS = range(6)
+NUM_ROWS, NUM_SEGMENTS, NUM_INTERNAL, NUM_CHUNKS, NUM_READS = range(5)
 _HEADER = 16
 
 # Per-row sections, each MAX_ROWS long.
@@ -76,13 +73,10 @@ SEGMENTS = ROW_SEGMENT + MAX_ROWS
 ) = range(19)
 _SEGMENT_FIELDS = 19
 
-# Work lists. A chunk is (segment, absolute chunk index). A query tile is (segment, first flat index, count, first
-# query row): flat index f of a segment is row f // group, head f % group of each KV group.
+# The work list of chunks, (segment, absolute chunk index) each, and the packed rows that are read.
 CHUNKS = SEGMENTS + _SEGMENT_FIELDS * MAX_SEGMENTS
-TILES = CHUNKS + 2 * MAX_CHUNKS
-READ_ROWS = TILES + 4 * MAX_TILES
-READ_TILES = READ_ROWS + MAX_READS
-TABLE_WORDS = READ_TILES + 4 * MAX_READS
+READ_ROWS = CHUNKS + 2 * MAX_CHUNKS
+TABLE_WORDS = READ_ROWS + MAX_READS
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -141,18 +135,16 @@ def chunk_capacity(rows: int) -> int:
     return min(rows, MAX_CHUNKS)
 
 
-def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tuple[int, int]], *, group: int) -> int:
+def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tuple[int, int]]) -> int:
     """Write one pass into `block` [TABLE_WORDS]; returns the number of packed rows.
 
-    `reads` are (segment, row of that segment) in the order their hidden states are wanted; `group` is the number of
-    query heads per key/value head.
+    `reads` are (segment, row of that segment) in the order their hidden states are wanted.
     """
     lengths = np.array([e.length for e in entries], dtype=np.int32)
     rows, count = int(lengths.sum()), len(entries)
     assert 0 < count <= MAX_SEGMENTS, count
     assert rows <= MAX_ROWS, rows
     assert len(reads) <= MAX_READS, len(reads)
-    assert group <= MAX_GROUP, group
     assert all(a.internal or not b.internal for a, b in pairwise(entries))
     block[:ROW_TOKEN] = 0
     block[ROW_TOKEN:ROW_SEGMENT] = 0
@@ -186,27 +178,11 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
     chunks[:, 0] = segment_of_chunk
     chunks[:, 1] = np.arange(total_chunks) - first_chunk[segment_of_chunk] + (starts // CHUNK)[segment_of_chunk]
 
-    # Query tiles, those with the most keys first, so that the last ones to start are the short ones.
-    flat = lengths * group
-    num_tiles = -(-flat // TILE_M)
-    total_tiles = int(num_tiles.sum())
-    segment_of_tile = np.repeat(np.arange(count, dtype=np.int32), num_tiles)
-    first_tile = np.concatenate(([0], np.cumsum(num_tiles)[:-1]))
-    first_index = ((np.arange(total_tiles) - first_tile[segment_of_tile]) * TILE_M).astype(np.int32)
-    tiles = np.empty((total_tiles, 4), dtype=np.int32)
-    tiles[:, 0] = segment_of_tile
-    tiles[:, 1] = first_index
-    tiles[:, 2] = np.minimum(TILE_M, flat[segment_of_tile] - first_index)
-    tiles[:, 3] = first_row[segment_of_tile] + first_index // group
-    keys = starts[segment_of_tile] + (first_index + tiles[:, 2] - 1) // group
-    block[TILES : TILES + 4 * total_tiles] = tiles[np.argsort(-keys, kind="stable")].reshape(-1)
-
-    block[READ_ROWS:READ_TILES] = 0
+    block[READ_ROWS:TABLE_WORDS] = 0
     for i, (s, row) in enumerate(reads):
         assert 0 <= row < lengths[s]
         block[READ_ROWS + i] = first_row[s] + row
-        block[READ_TILES + 4 * i : READ_TILES + 4 * i + 4] = (s, row * group, group, i)
-    block[:6] = (rows, count, sum(e.internal for e in entries), total_chunks, total_tiles, len(reads))
+    block[:5] = (rows, count, sum(e.internal for e in entries), total_chunks, len(reads))
     return rows
 
 

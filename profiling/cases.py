@@ -94,12 +94,13 @@ class PassCase:
                 token_ids=rng.integers(0, dimensions.vocab_size, n, dtype=np.int32),
                 request=source,
                 state_read=0 if self.prefix >= CHUNK else -1,
+                internal=len(self.lengths) == 1,
             )
             for n in self.lengths
         ]
         block = np.zeros(TABLE_WORDS, dtype=np.int32)
         reads = [(s, n - 1) for s, n in enumerate(self.lengths)]
-        fill(block, entries, reads, group=dimensions.num_attention_heads // dimensions.num_key_value_heads)
+        fill(block, entries, reads)
         return torch.from_numpy(block).to(device)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import re
 import statistics
 import sys
@@ -27,17 +28,22 @@ from measure import Record, Results
 from torch import Tensor
 
 from engine.checkpoint import RandomWeights
+from engine.config import default_cache_dir
 from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.errors import CapacityError
 from engine.executor import Counters, Executor
 from engine.layout import Prompt, Split, build_layout, independent_layout
 from engine.model import Backbone, Linear, Weights
 from engine.schedule import Limits, Plan, plan_passes
+from engine.tuning import prepare
 from engine.weights import load_weights
 from ops.linear import linear_default, linear_fixed
+from ops.linear_tuned import linear_tuned
 from ops.tables import MAX_ROWS
 
-HANDLES: dict[str, Linear] = {"fixed": linear_fixed, "default": linear_default}
+GRAPHS = ("eager", "compiled", "captured")
+CAPTURE_LIMIT = 2 << 30
+HANDLES: dict[str, Linear] = {"fixed": linear_fixed, "default": linear_default, "tuned": linear_tuned}
 SCHEDULES = ("independent", "batched", "levels", "tree")
 SPLITS: tuple[Split, ...] = ("exact", "aligned")
 WORKLOADS = "64,320,1088,3136,278+8x34,278+255x34,1048+32x33,3093+255x34"
@@ -100,6 +106,7 @@ class Run:
     workload: Workload
     gemm: str
     schedule: str
+    graphs: str
     samples_us: list[float]
     hidden: Tensor
     counters: Counters
@@ -152,16 +159,32 @@ def num_equal(a: Tensor, b: Tensor) -> int:
     return sum(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def measure(backbone: Backbone, w: Workload, *, gemm: str, schedule: str, few: int, repeats: int) -> Run:
+def executor_of(weights: Weights, dimensions: ModelDimensions, gemm: str, graphs: str) -> Executor:
+    backbone = Backbone(weights, dimensions, HANDLES[gemm], compile_layers=graphs != "eager")
+    return Executor(backbone, capture_limit_bytes=CAPTURE_LIMIT if graphs == "captured" else 0)
+
+
+def measure(
+    weights: Weights,
+    dimensions: ModelDimensions,
+    w: Workload,
+    *,
+    gemm: str,
+    schedule: str,
+    graphs: str,
+    few: int,
+    repeats: int,
+) -> Run:
     """One warm-up, then wall times of `Executor.run`: tables filled, passes run, hidden states back on the host."""
     gc.collect()  # an executor that failed before may hang in a traceback
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    executor = Executor(backbone)
-    [prompts] = w.questions(backbone.dimensions.vocab_size)
+    executor = executor_of(weights, dimensions, gemm, graphs)
+    [prompts] = w.questions(dimensions.vocab_size)
     plan = plan_of([prompts[: w.candidates_run(schedule, few)]], schedule)
     hidden, counters = last_rows(executor, plan)
+    executor.capture_missed()
     samples: list[float] = []
     while len(samples) < repeats and sum(samples) < ENOUGH_S * 1e6:
         start = time.perf_counter()
@@ -169,7 +192,7 @@ def measure(backbone: Backbone, w: Workload, *, gemm: str, schedule: str, few: i
         samples.append((time.perf_counter() - start) * 1e6)
     again, _ = last_rows(executor, plan)
     return Run(
-        workload=w, gemm=gemm, schedule=schedule, samples_us=samples, hidden=hidden, counters=counters,
+        workload=w, gemm=gemm, schedule=schedule, graphs=graphs, samples_us=samples, hidden=hidden, counters=counters,
         stable=num_equal(again, hidden) == len(hidden), peak_bytes=torch.cuda.max_memory_allocated() - before,
     )  # fmt: skip
 
@@ -232,12 +255,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--gemm",
         type=several(str, tuple(HANDLES)),
-        default=list(HANDLES),
+        default=["tuned", "default"],
         metavar="A,B",
-        help="handles, in this order (fixed,default)",
+        help=f"handles, in this order, of {', '.join(HANDLES)} (tuned,default)",
     )
     p.add_argument(
         "--schedules", type=several(str, SCHEDULES), default=list(SCHEDULES), metavar="A,B", help=", ".join(SCHEDULES)
+    )
+    p.add_argument(
+        "--graphs",
+        type=several(str, GRAPHS),
+        default=["captured"],
+        metavar="A,B",
+        help=f"{', '.join(GRAPHS)} (captured)",
     )
     p.add_argument(
         "--workloads",
@@ -264,6 +294,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         longest = max(PREFIXES) + max(QUESTIONS) + max(BRANCHES)
     weights = random_weights(dimensions, positions=longest)
     results = Results(arguments.out) if arguments.out else None
+    if "tuned" in arguments.gemm:
+        prepare(dimensions, device=torch.device("cuda", 0), cache_dir=default_cache_dir())
     return (run_equality if arguments.equality else run_workloads)(weights, dimensions, arguments, results)
 
 
@@ -288,25 +320,38 @@ def run_workloads(
         # One candidate is one pass whatever the schedule.
         schedules = arguments.schedules if w.candidates > 1 else arguments.schedules[:1]
         for gemm in arguments.gemm:
-            backbone, runs = Backbone(weights, dimensions, HANDLES[gemm]), []
-            for schedule in schedules:
-                how = {"gemm": gemm, "schedule": schedule, "few": arguments.few, "repeats": arguments.repeats}
+            runs = []
+            for graphs, schedule in itertools.product(arguments.graphs, schedules):
+                how = {"gemm": gemm, "schedule": schedule, "graphs": graphs}
                 try:
-                    runs.append(measure(backbone, w, **how))
-                    progress(f"{w.name} {gemm} {schedule}: {runs[-1].us / 1e3:,.1f} ms")
+                    runs.append(measure(weights, dimensions, w, **how, few=arguments.few, repeats=arguments.repeats))
+                    progress(f"{w.name} {gemm} {schedule} {graphs}: {runs[-1].us / 1e3:,.1f} ms")
                 except Exception as error:
                     text = f"{type(error).__name__}: {error}".split("\n")[0][:100]
                     failed |= not isinstance(error, CapacityError)  # a tree may be too large for one pass
-                    table.append((w.name, gemm, schedule, *["-"] * 7, text))
-                    progress(f"{w.name} {gemm} {schedule}: {text}")
+                    table.append((w.name, gemm, schedule, graphs, *["-"] * 7, text))
+                    progress(f"{w.name} {gemm} {schedule} {graphs}: {text}")
             compare(runs)
             for run in runs:
-                failed |= gemm == "fixed" and run.equal < run.candidates
+                failed |= gemm != "default" and run.equal < run.candidates
                 table.append(line(run, yardstick))
                 if results is not None:
                     results.add(record_of(run, yardstick, dimensions, arguments))
     print_table(
-        ("workload", "gemm", "schedule", "run", "rows", "passes", "ms", "GEMM-only ms", "ratio", "peak MiB", "equal"),
+        (
+            "workload",
+            "gemm",
+            "schedule",
+            "graphs",
+            "run",
+            "rows",
+            "passes",
+            "ms",
+            "GEMM-only ms",
+            "ratio",
+            "peak MiB",
+            "equal",
+        ),
         table,
     )
     return int(failed)
@@ -318,6 +363,7 @@ def line(run: Run, yardstick: float) -> tuple[str, ...]:
         run.workload.name,
         run.gemm,
         run.schedule,
+        run.graphs,
         str(run.candidates) if all_of_them else f"{run.candidates} of {run.workload.candidates}",
         f"{run.counters.total_rows:,}",
         str(sum(run.counters.passes.values())),
@@ -333,7 +379,7 @@ def record_of(run: Run, yardstick: float, dimensions: ModelDimensions, arguments
     w, ceilings = run.workload, ceilings_of(arguments)
     return Record(
         kind="forward",
-        name=f"{arguments.model}/{w.name}/{run.gemm}/{run.schedule}",
+        name=f"{arguments.model}/{w.name}/{run.gemm}/{run.schedule}/{run.graphs}",
         samples_us=run.samples_us,
         configuration={
             "model": arguments.model,
@@ -341,7 +387,7 @@ def record_of(run: Run, yardstick: float, dimensions: ModelDimensions, arguments
             "workload": vars(w),
             "gemm": run.gemm,
             "schedule": run.schedule,
-            "graphs": "eager",
+            "graphs": run.graphs,
             "split": "exact",
             "candidates_run": run.candidates,
             "whole_us": run.us,
@@ -365,7 +411,8 @@ def run_equality(
 ) -> int:
     table, failed = [], False
     for gemm in arguments.gemm:
-        executor = Executor(Backbone(weights, dimensions, HANDLES[gemm]))
+        [graphs] = arguments.graphs
+        executor = executor_of(weights, dimensions, gemm, graphs)
         start = time.perf_counter()
         cells = []
         for cell in equality(executor, dimensions.vocab_size):
@@ -374,10 +421,10 @@ def run_equality(
         rows = [(c.levels, c.schedule, c.split, c.equal, c.differing) for c in cells]
         equal, differing = sum(c.equal for c in cells), sum(c.differing for c in cells)
         table += [(gemm, *map(str, row)) for row in [*rows, ("all", "", "", equal, differing)]]
-        failed |= gemm == "fixed" and differing > 0
+        failed |= gemm != "default" and differing > 0
         if results is not None:
             elapsed = (time.perf_counter() - start) * 1e6
-            configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "graphs": "eager"}
+            configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "graphs": graphs}
             configuration |= {"cells": [vars(c) for c in cells], "equal": equal, "differing": differing}
             name = f"{arguments.model}/{gemm}"
             results.add(Record(kind="equality", name=name, samples_us=[elapsed], configuration=configuration))

@@ -62,7 +62,7 @@ class Layer:
 
     def tables(self, entries: list[SegmentEntry], reads: list[tuple[int, int]] | None = None) -> Tensor:
         block = np.zeros(TABLE_WORDS, np.int32)
-        fill(block, entries, reads or [], group=self.heads // self.kv_heads)
+        fill(block, entries, reads or [])
         return torch.from_numpy(block).cuda()
 
     def prepare(self, proj: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,17 +2,22 @@
 
     PYTHONPATH=. python profiling/sweep_delta_rule.py [--heads 16,32]
 
-Compiles every variant in threads, then runs them one by one. "split" counts outputs of branches, behind prefixes of
-several lengths, that differ from the unsplit pass; "base" outputs of the unsplit pass that differ from the first line.
+One line per variant: of the preparation (alone, without the scans), of the scan of internal segments, of the scan of
+leaves. "split" counts outputs of branches, behind prefixes of several lengths, that differ from the unsplit pass;
+"base" outputs of the unsplit pass that differ from those of the launcher's own choices; then the relative L2 error of
+the worst head. A variant that fails, or takes its process with it, is a line too; the next one gets a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,26 +30,63 @@ from ops.kernels import delta_rule as kernels
 from ops.tables import CHUNK, TABLE_WORDS, SegmentEntry, Source, fill
 
 DIM = 128
-PREPARE = {
-    "4 warps 255 regs": {"num_warps": 4, "num_stages": 1, "maxnreg": 255},
-    "4 warps 168 regs": {"num_warps": 4, "num_stages": 1, "maxnreg": 168},
-    "4 warps 128 regs": {"num_warps": 4, "num_stages": 1, "maxnreg": 128},
-    "8 warps 128 regs": {"num_warps": 8, "num_stages": 1, "maxnreg": 128},
-}
-SCAN = ((64, 4, 5), (64, 8, 5), (32, 4, 5), (32, 8, 5), (64, 4, 3), (128, 8, 3), (64, 4, 1), (32, 4, 1))
-LANES = (1, 2, 4, 8)
 CUTS = (1, 31, 63, 65, 130, 1000)
 LENGTHS = (64, 320, 1_088, 3_136)
+Scan = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one line runs; what it leaves out is as the launcher has it, for 9B heads."""
+
+    kind: str
+    registers: int = kernels.PREPARE_REGISTERS
+    warps: int = kernels.PREPARE_WARPS
+    programs: int = kernels.PREPARE_PROGRAMS
+    internal: Scan = kernels.INTERNAL_SCAN
+    leaves: Scan = kernels.LEAF_SCAN
+    lanes: int = kernels.SCAN_LANES
+
+    def __str__(self) -> str:
+        own = {
+            "preparation": f"{self.warps} warps, {self.registers} registers x {self.programs}",
+            "internal": f"{self.internal}",
+            "leaves": f"{self.leaves} x {self.lanes} lanes",
+        }
+        return f"{self.kind} {own[self.kind]}"
+
+    def choose(self) -> None:
+        """For this thread, but for the numbers of programs, which compile nothing."""
+        chosen.variant = self
+        kernels.PREPARE_PROGRAMS, kernels.SCAN_LANES = self.programs, self.lanes
+
+
+VARIANTS = (
+    *(Variant("preparation", registers=r, warps=w) for r, w in ((255, 4), (168, 4), (128, 4), (128, 8))),
+    *(Variant("preparation", programs=p) for p in (264, 396, 1056)),
+    *(Variant("internal", internal=s) for s in ((32, 4, 5), (32, 4, 4), (16, 4, 4), (16, 4, 5), (64, 4, 5))),
+    *(
+        Variant("leaves", leaves=s, lanes=lanes)
+        for s, lanes in (
+            ((64, 4, 1), 4), ((64, 4, 5), 2), ((32, 4, 1), 4), ((32, 4, 1), 8), ((32, 4, 3), 2), ((16, 4, 4), 2),
+            ((128, 8, 1), 4),
+        )
+    ),
+)  # fmt: skip
 
 chosen = threading.local()
 
 
-def scan_variant(block: int, warps: int, stages: int) -> dict[str, Any]:
+def prepare_options() -> dict[str, Any]:
+    return {"num_warps": chosen.variant.warps, "num_stages": 1, "maxnreg": chosen.variant.registers}
+
+
+def scan_options(qkv: Tensor, n: DeltaSizes, leaves: bool) -> dict[str, Any]:
+    block, warps, stages = chosen.variant.leaves if leaves else chosen.variant.internal
     return {"BLOCK": block, "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
 
-kernels.prepare_options = lambda: chosen.prepare
-kernels.scan_options = lambda qkv, value_dim: chosen.scan
+kernels.prepare_options, kernels.scan_options = prepare_options, scan_options
 
 
 class Layer:
@@ -79,7 +121,7 @@ class Layer:
 
 def block(entries: list[SegmentEntry]) -> Tensor:
     table = np.zeros(TABLE_WORDS, np.int32)
-    fill(table, entries, [], group=1)
+    fill(table, entries, [])
     return torch.from_numpy(table).cuda()
 
 
@@ -149,84 +191,79 @@ def cases(layer: Layer) -> dict[str, Callable[[], Any]]:
         calls[name] = lambda: kernels.launch_delta_rule(*args)
 
     for length in LENGTHS:
-        add(str(length), [entry(0, length)], span(0, length))
+        add(str(length), [entry(0, length, internal=True)], span(0, length))
     source = Source.snapshot(first=0, length=278, slot=0, kv=0)
     add("255x34", [entry(278, 34, state_read=0, request=source) for _ in range(255)], span(0, 34).repeat(255))
     return calls
 
 
+class NoScan:
+    """Stands in for the scan while the preparation is timed."""
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def lines(first: int, heads: tuple[int, int]) -> None:
+    """Prints "index text" of every variant from `first` on."""
+    layer = Layer(max(LENGTHS), *heads)
+    whole_rows, whole_entry = span(0, 1_088), [entry(0, 1_088, internal=True)]
+
+    def whole_of(variant: Variant) -> Tensor | str:
+        variant.choose()
+        try:
+            return layer.run(whole_rows, whole_entry, layer.slots(1))
+        except Exception as error:  # a variant that this GPU cannot hold
+            return type(error).__name__
+
+    with ThreadPoolExecutor(12) as pool:
+        base, *_ = pool.map(whole_of, (Variant("internal"), *VARIANTS[first:]))
+    exact, _ = delta_rule_reference(
+        layer.qkv[:1_088], layer.gates[:1_088], key_heads=heads[0], value_heads=heads[1], key_dim=DIM
+    )
+    calls = cases(layer)
+    scan_kernel = kernels.scan_kernel
+    for i, variant in enumerate(VARIANTS[first:], first):
+        whole = whole_of(variant)
+        if isinstance(whole, str):
+            print(i, f"{variant!s:46s}{whole}", flush=True)
+            continue
+        split, differs = split_differences(layer, whole), int((whole != base).sum())
+        error = ((whole.double().view_as(exact) - exact).norm(dim=(0, 2)) / exact.norm(dim=(0, 2))).max().item()
+        kernels.scan_kernel = NoScan() if variant.kind == "preparation" else scan_kernel
+        named = ["64", "255x34"] if variant.kind == "leaves" else [*calls]
+        times = {name: graph_time(calls[name]) for name in named}
+        kernels.scan_kernel = scan_kernel
+        row = "".join(f"{times[name]:9.1f}" if name in times else f"{'':9s}" for name in calls)
+        print(i, f"{variant!s:46s}{row}{split:8d}{differs:7d}   {error:.2e}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="16,32", help="key and value heads")
-    key_heads, value_heads = map(int, parser.parse_args().heads.split(","))
-    began = time.time()
-    layer = Layer(max(LENGTHS), key_heads, value_heads)
-    pairs = [(p, scan_variant(*SCAN[0])) for p in PREPARE.values()]
-    pairs += [(PREPARE["4 warps 255 regs"], scan_variant(*s)) for s in SCAN[1:]]
-
-    def compile_pair(pair: tuple[dict[str, Any], dict[str, Any]]) -> str:
-        chosen.prepare, chosen.scan = pair
-        try:
-            layer.run(span(0, 64), [entry(0, 64)], layer.slots(1))
-        except Exception as error:  # a variant that this GPU cannot hold is a line of the table
-            return type(error).__name__
-        return ""
-
-    chosen.prepare, chosen.scan = pairs[0]
-    with ThreadPoolExecutor(12) as pool:
-        failures = dict(zip([str(p) for p in pairs], pool.map(compile_pair, pairs), strict=True))
-    print(f"{torch.cuda.get_device_name()}, {key_heads}/{value_heads} heads, compiled in {time.time() - began:.0f} s")
-    calls = cases(layer)
-    scan_kernel = kernels.scan_kernel
-
-    class NoScan:
-        def __getitem__(self, grid: object) -> Callable[..., None]:
-            return lambda *args, **kwargs: None
-
-    kernels.scan_kernel = NoScan()
-    print(f"{'preparation alone':24s}" + "".join(f"{name:>9s}" for name in calls) + "   us")
-    best = ("", float("inf"))
-    for name, options in PREPARE.items():
-        if failures[str((options, scan_variant(*SCAN[0])))]:
-            print(f"{name:24s}   does not compile")
-            continue
-        chosen.prepare = options
-        for programs in (264, 396, 528, 1056):
-            kernels.PREPARE_PROGRAMS = programs
-            times = {case: graph_time(call) for case, call in calls.items()}
-            print(f"{name:16s} x {programs:5d}" + "".join(f"{us:9.1f}" for us in times.values()), flush=True)
-            score = times["3136"] + times["255x34"]
-            if score < best[1]:
-                best = (name, score)
-                best_programs = programs
-    kernels.scan_kernel = scan_kernel
-    kernels.PREPARE_PROGRAMS, chosen.prepare = best_programs, PREPARE[best[0]]
-    print(f"preparation: {best[0]} x {best_programs}")
-
-    length = 1_088
-    exact, _ = delta_rule_reference(
-        layer.qkv[:length], layer.gates[:length], key_heads=key_heads, value_heads=value_heads, key_dim=DIM
-    )
-    first: Tensor | None = None
-    head = f"{'block warps stages lanes':24s}" + "".join(f"{name:>9s}" for name in calls)
-    print(head + "   us   split   base   relative L2, worst head")
-    for variant in SCAN:
-        chosen.scan = scan_variant(*variant)
-        failure = failures[str((PREPARE["4 warps 255 regs" if variant != SCAN[0] else best[0]], chosen.scan))]
-        if failure:
-            print(f"{variant!s:24s}   {failure}")
-            continue
-        whole = layer.run(span(0, length), [entry(0, length)], layer.slots(1))
-        first = whole if first is None else first
-        error = (whole.double().view_as(exact) - exact).norm(dim=(0, 2)) / exact.norm(dim=(0, 2))
-        split, base = split_differences(layer, whole), int((whole != first).sum())
-        for lanes in LANES:
-            kernels.SCAN_LANES = lanes
-            names = calls if lanes == LANES[0] else ("64", "320", "255x34")
-            times = {name: graph_time(calls[name]) for name in names}
-            line = "".join(f"{times[name]:9.1f}" if name in times else f"{'':9s}" for name in calls)
-            extra = f"   {split:8d}{base:7d}   {error.max().item():.2e}" if lanes == LANES[0] else ""
-            print(f"{variant!s:20s}{lanes:4d}" + line + extra, flush=True)
+    parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.first is not None:
+        key_heads, value_heads = map(int, options.heads.split(","))
+        lines(options.first, (key_heads, value_heads))
+        return
+    began, following = time.time(), 0
+    print(f"{torch.cuda.get_device_name()}, {options.heads} heads, microseconds")
+    names = (*map(str, LENGTHS), "255x34")
+    print(f"{'':46s}" + "".join(f"{name:>9s}" for name in names) + "   split   base   worst head")
+    while following < len(VARIANTS):
+        command = [sys.executable, __file__, "--heads", options.heads, "--first", str(following)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stdout
+            assert child.stderr
+            for line in child.stdout:
+                index, text = line.split(" ", 1)
+                print(text, end="", flush=True)
+                following = int(index) + 1
+            said = child.stderr.read().strip().splitlines()
+        if child.returncode:
+            print(f"{VARIANTS[following]!s:46s}{said[-1] if said else child.returncode}", flush=True)
+            following += 1
     print(f"{time.time() - began:.0f} s in all")
 
 

@@ -84,7 +84,7 @@ class Layer:
 
     def tables(self, entries: Sequence[SegmentEntry], reads: Sequence[tuple[int, int]] = ()) -> Tensor:
         block = np.zeros(TABLE_WORDS, np.int32)
-        fill(block, entries, reads, group=self.h.group)
+        fill(block, entries, reads)
         return torch.from_numpy(block).to(self.kernels.device)
 
     def run(self, proj: Sequence[Tensor], entries: Sequence[SegmentEntry]) -> list[Tensor]:

@@ -96,7 +96,7 @@ class Slots:
 
 def block(entries: Sequence[SegmentEntry]) -> Tensor:
     table = np.zeros(TABLE_WORDS, np.int32)
-    fill(table, entries, [], group=1)
+    fill(table, entries, [])
     return torch.from_numpy(table)
 
 

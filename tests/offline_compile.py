@@ -102,6 +102,7 @@ def rows(d: Dims) -> None:
         empty(ROWS, d.values), empty(ROWS, d.proj), empty(d.gdn_dim, dtype=torch.float32), 1e-6, 2 * d.keys + d.values
     )
     k.launch_silu_mul(empty(ROWS, 2 * d.intermediate))
+    k.launch_add_rows(empty(ROWS, d.proj), empty(ROWS, d.proj))
     k.launch_take_rows(empty(1000, d.hidden), tables(), ROW_TOKEN, ROWS)
 
 

@@ -276,10 +276,14 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
 
 def test_options_arrive_typed(command: Command) -> None:
     words = ("model=9b", "checkpoint=random", "seed=7", "tokens.control=special", "device=cuda:1", "request=-")
-    code, [config] = command(*words)
+    code, [config] = command(
+        *words, "graphs=captured", "warmup=[64,3136]", "memory.limit_gib=24", "memory.graphs_gib=1"
+    )
     assert code == 0
     assert (config.model, config.seed, config.device, config.request) == ("9b", 7, "cuda:1", "-")
     assert config.tokens.control == "special"
+    assert (config.graphs, config.warmup) == ("captured", [64, 3136])
+    assert (config.memory.limit_gib, config.memory.graphs_gib) == (24.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +295,10 @@ def test_options_arrive_typed(command: Command) -> None:
         (["engine.dtype=bf17"], "score: engine.dtype is not an option"),
         (["dtype=bf17"], "score: dtype=bf17 is not one of auto, bfloat16, float32"),
         (["model=foo"], "score: model=foo is not one of tiny, 4b, 9b, 27b"),
-        (["gemm=tuned"], "score: gemm=tuned is not available yet; gemm=fixed gives the same bits"),
-        (["graphs=captured"], "score: graphs=captured is not available yet; use graphs=eager"),
+        (["gemm=tunde"], "score: gemm=tunde is not one of auto, default, fixed, tuned; did you mean 'tuned'?"),
+        (["graphs=capture"], "score: graphs=capture is not one of auto, eager, compiled, captured; did you mean"),
+        (["warmup=[0]"], "score: warmup=0 is not a whole number from 1 to 16,384"),
+        (["memory.limit_gib=0"], "score: memory.limit_gib=0.0 is not a positive number"),
         (["max_length=-1"], "score: max_length=-1 is not a whole number from 1 to 16,384"),
         (["max_length=long"], "score: max_length=long: Value 'long' of type 'str' could not be converted to Integer"),
         (["hydra.ouput_subdir=x"], "score: hydra.ouput_subdir is not an option; did you mean 'hydra.output_subdir'?"),

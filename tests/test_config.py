@@ -52,13 +52,10 @@ def test_groups_offer_the_allowed_values_and_set_them() -> None:
         ({"model": "9B"}, r"model=9B is not one of tiny, 4b, 9b, 27b; did you mean '9b'\?"),
         ({"dtype": "bf17"}, r"dtype=bf17 is not one of auto, bfloat16, float32"),
         ({"split": "aligne"}, r"split=aligne .*did you mean 'aligned'\?"),
-        ({"gemm": "fxed"}, r"gemm=fxed .*auto, default, fixed; did you mean 'fixed'\?"),
-        ({"gemm": "tuned"}, r"gemm=tuned is not available yet; gemm=fixed"),
-        ({"graphs": "captured"}, r"graphs=captured is not available yet; use graphs=eager"),
-        ({"graphs": "compiled"}, r"graphs=compiled is not available yet; use graphs=eager"),
-        ({"graphs": "eagre"}, r"graphs=eagre is not one of eager; did you mean 'eager'\?"),
+        ({"gemm": "fxed"}, r"gemm=fxed .*auto, default, fixed, tuned; did you mean 'fixed'\?"),
+        ({"graphs": "eagre"}, r"graphs=eagre is not one of auto, eager, compiled, captured; did you mean 'eager'\?"),
         ({"schedule": "level"}, r"schedule=level .*did you mean 'levels'\?"),
-        ({"head": "lora"}, r"head=lora is not one of yes_minus_no"),
+        ({"head": "lora"}, r"head=lora is not one of auto, scalar, yes_minus_no, letters"),
         ({"pack": "two"}, r"pack=two is not one of all, one"),
         ({"pack": "one", "schedule": "tree"}, r"pack=one .* contradicts schedule=tree; use schedule=levels"),
         ({"device": "gpu"}, r"device=gpu is not one of auto, cpu, cuda, cuda:N"),
@@ -68,6 +65,8 @@ def test_groups_offer_the_allowed_values_and_set_them() -> None:
         ({"max_length": 1.5}, r"max_length=1\.5 is not a whole number"),
         ({"seed": -1}, r"seed=-1 is not a whole number"),
         ({"seed": True}, r"seed=True is not a whole number"),
+        ({"warmup": [64, 0]}, r"warmup=0 is not a whole number from 1 to 16,384"),
+        ({"warmup": [16_385]}, r"warmup=16385 is not a whole number from 1 to 16,384"),
         ({"checkpoint": ""}, r"checkpoint= is empty"),
     ],
 )
@@ -81,6 +80,10 @@ def test_nested_options_are_checked_too() -> None:
         TokensConfig(control="plane")
     with pytest.raises(ConfigError, match=r"memory\.question_snapshots=0"):
         MemoryConfig(question_snapshots=0)
+    for name in ("limit_gib", "graphs_gib"):
+        for value in (0, -1.5, float("inf"), float("nan")):
+            with pytest.raises(ConfigError, match=rf"memory\.{name}={value} is not a positive number"):
+                MemoryConfig(**{name: value})
     with pytest.raises(ConfigError, match="format=yaml"):
         ExplainConfig(format="yaml")
 
@@ -112,7 +115,9 @@ def test_defaults_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_defaults_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     visible_devices(monkeypatch, 2)
     c = resolve(EngineConfig())
-    assert (c.device, c.dtype) == ("cuda:0", "bfloat16")
+    assert (c.device, c.dtype, c.split, c.schedule, c.gemm, c.graphs) == (
+        "cuda:0", "bfloat16", "exact", "auto", "tuned", "captured",
+    )  # fmt: skip
     assert resolve(EngineConfig(device="cuda:1")).device == "cuda:1"
     assert resolve(EngineConfig(device="cpu")).dtype == "float32"
     with pytest.raises(ConfigError, match="device=cuda:2: 2 CUDA devices are visible"):
@@ -125,8 +130,29 @@ def test_a_gpu_that_is_not_there_is_an_error_not_a_fallback(monkeypatch: pytest.
         resolve(EngineConfig(device="cuda"))
 
 
+def test_tuned_products_need_bfloat16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible_devices(monkeypatch, 1)
+    assert resolve(EngineConfig(dtype="float32")).gemm == "fixed"
+    for wrong in ({"device": "cpu"}, {"dtype": "float32"}):
+        with pytest.raises(ConfigError, match=r"gemm=tuned .*; use gemm=fixed, which has the same bits"):
+            resolve(EngineConfig(gemm="tuned", **wrong))
+
+
+def test_captured_graphs_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible_devices(monkeypatch, 0)
+    with pytest.raises(ConfigError, match="graphs=captured needs a CUDA device; use graphs=eager or graphs=compiled"):
+        resolve(EngineConfig(graphs="captured"))
+
+
+def test_branches_one_by_one_are_never_a_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible_devices(monkeypatch, 1)
+    assert resolve(EngineConfig(pack="one")).schedule == "levels"
+
+
 def test_what_is_set_stays_and_resolving_again_changes_nothing() -> None:
-    chosen = ScoreConfig(device="cpu", dtype="bfloat16", gemm="default", schedule="tree", cache_dir="/x", out="a.json")
+    chosen = ScoreConfig(
+        device="cpu", dtype="bfloat16", gemm="default", schedule="tree", graphs="compiled", cache_dir="/x", out="a.json"
+    )
     assert resolve(chosen) == chosen
     once = resolve(EngineConfig(device="cpu"))
     assert resolve(once) == once

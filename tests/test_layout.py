@@ -92,6 +92,19 @@ def test_exact_prefixes_are_the_longest_common_ones(questions):
     assert layout.question_prefix_tokens == sum(found.values())
 
 
+@given(requests(), st.sampled_from(["exact", "aligned"]))
+def test_without_question_prefixes_all_branches_hang_under_the_request_prefix(questions, split):
+    layout, usual = build_layout(questions, split, question_prefixes=False), build_layout(questions, split)
+    assert layout.request_prefix_tokens == usual.request_prefix_tokens
+    assert layout.question_prefix_tokens == 0
+    assert {s.kind for s in layout.segments} <= {"request", "branch"}
+    assert all(layout.segments[b].start == layout.request_prefix_tokens for b in layout.branch_of)
+    flat = [p for prompts in questions for p in prompts]
+    assert all(laid_out(layout, i) == p.token_ids.tolist() for i, p in enumerate(flat))
+    assert layout.full_rows == usual.full_rows
+    assert usual.unique_rows <= layout.unique_rows
+
+
 @given(requests())
 def test_aligned_prefixes_are_the_exact_ones_cut_at_the_last_border(questions):
     exact, aligned = build_layout(questions, "exact"), build_layout(questions, "aligned")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.gdn_conv import ConvSizes, gdn_conv, gdn_conv_reference, rnorm_reference
+from ops.kernels import gdn_conv as kernels
 from ops.kernels.gdn_conv import gdn_conv_kernel, launch_gdn_conv
 from ops.tables import CHUNK, TABLE_WORDS, SegmentEntry, Source, fill
 from tests.test_ops_rows import ulps
@@ -71,7 +72,7 @@ class Layer:
     ) -> list[tuple[Tensor, Tensor]]:
         """One pass: (qkv, gates) of each segment's rows. Rows up to `rung` are filled with `padding`."""
         block = np.zeros(TABLE_WORDS, dtype=np.int32)
-        count = fill(block, [entry for entry, _ in segments], [], group=1)
+        count = fill(block, [entry for entry, _ in segments], [])
         proj = torch.cat([rows for _, rows in segments])
         proj = torch.cat([proj, torch.full_like(proj[:1], padding).expand(max(rung - count, 0), -1)])
         tables = torch.from_numpy(block).to(proj.device)
@@ -259,6 +260,28 @@ def test_a_packed_tree_gives_the_bits_of_each_path(layer: Layer) -> None:
     assert_same(cut(got[3], 0, 3), cut(alone, 0, 3))
 
 
+def test_long_and_short_walks_give_the_same_bits(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program takes one block of rows or several; a border, a next segment and the end fall inside blocks."""
+    layer = make_layer(launch, device)
+    request = Source.snapshot(first=0, length=50, slot=0, kv=0)
+    segments = []
+    for slot, (start, length) in enumerate(((0, 11), (50, 24), (50, 10)), 1):
+        entry, _ = segment(layer.path(start + length, 1), start, request=request if start else None, slot_write=slot)
+        segments.append((entry, layer.path(length, slot)))
+
+    def walks(steps: int) -> tuple[list[tuple[Tensor, Tensor]], Snapshots]:
+        monkeypatch.setattr(kernels, "ROWS_PER_STEP", 1)
+        monkeypatch.setattr(kernels, "MAX_STEPS", steps)
+        kept = layer.snapshots()
+        return layer(segments, kept, rung=48, padding=float("nan")), kept
+
+    (short, short_kept), (long, long_kept) = walks(1), walks(4)
+    for a, b in zip(short, long, strict=True):
+        assert_same(a, b)
+    assert_same(*((x.history, x.tail_kv, x.gates) for x in (short_kept, long_kept)))
+    assert short_kept.touched() > 3 * 3 * layer.channels, "nothing was kept"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operator_bits_do_not_depend_on_packing(dtype: torch.dtype, device: torch.device) -> None:
     layer = make_layer(gdn_conv, device, dtype=dtype, key_heads=1, value_heads=3)
@@ -293,7 +316,7 @@ def test_operator_contract(count: int, device: torch.device) -> None:
     kept = layer.snapshots()
     block = np.zeros(TABLE_WORDS, dtype=np.int32)
     if count:
-        fill(block, [segment(layer.path(count, 0), slot_write=1)[0]], [], group=1)
+        fill(block, [segment(layer.path(count, 0), slot_write=1)[0]], [])
     tables = torch.from_numpy(block).to(device)
     proj = layer.path(count, 0)
     weights = (layer.conv_weight, layer.a_log, layer.dt_bias)
@@ -396,7 +419,7 @@ def test_captured_equals_eager(device: torch.device) -> None:
     layer = make_layer(gdn_conv, device, dtype=torch.bfloat16, key_heads=16, value_heads=32, dim=128)
     path, kept = layer.path(130, 0), layer.snapshots()
     block = np.zeros(TABLE_WORDS, dtype=np.int32)
-    fill(block, [segment(path, slot_write=1)[0]], [], group=1)
+    fill(block, [segment(path, slot_write=1)[0]], [])
     tables = torch.from_numpy(block).to(device)
     weights = (layer.conv_weight, layer.a_log, layer.dt_bias)
     eager = gdn_conv(path, *weights, tables, kept.history, kept.tail_kv, kept.gates)

@@ -64,10 +64,10 @@ def test_neighbours_and_order_change_nothing() -> None:
 
 def test_one_graph_serves_any_tree() -> None:
     """Captured with one tree, replayed with another of as many rows: the bits of the eager call."""
-    path, slots = random_path(NINE, 640), random_path(NINE, 1).slots(2)
-    slots.kv.nan_to_num_(0.1)
-    slots.gates.nan_to_num_(0.1)
-    slots.states[:] = torch.randn_like(slots.states)
+    path = random_path(NINE, 640)
+    slots = path.slots(2)
+    path.keep_tail(slots, 1, 0, 70)
+    slots.states[1] = path.up_to(64).whole()[1]
     source = Source.snapshot(first=0, length=70, slot=1, kv=0)
     long, short = [entry(0, 640)], [entry(70, 32, state_read=1, request=source) for _ in range(20)]
     tables = block(long).cuda()
@@ -80,20 +80,42 @@ def test_one_graph_serves_any_tree() -> None:
         tables.copy_(block(entries))
         graph.replay()
         replayed = captured.clone()
+        assert replayed.isfinite().all()
         assert torch.equal(replayed, delta_rule(*args))
         assert torch.equal(replayed, path.run(span(0, 640), entries, slots))
 
 
+@pytest.mark.parametrize("n", [NINE, TWENTY_SEVEN], ids=["9b", "27b"])
+def test_internal_segments_and_leaves_have_the_same_bits(n: DeltaSizes) -> None:
+    """The two variants of the scan on the same tensors: whole paths, and continuations of a state."""
+    path = random_path(n, 1_100)
+    for first, last in ((0, 1), (0, 63), (0, 64), (0, 65), (0, 1_100), (64, 65), (64, 128), (64, 1_100)):
+        results = []
+        for internal in (True, False):
+            slots = path.slots(2)
+            slots.states[0] = path.up_to(64).whole()[1]
+            one = entry(first, last - first, state_read=0 if first else -1, state_write=1, internal=internal)
+            results.append((path.run(span(first, last), [one], slots), slots.states[1]))
+        (out, state), (leaf_out, leaf_state) = results
+        assert out.isfinite().all()
+        assert torch.equal(out, leaf_out)
+        assert torch.equal(state, leaf_state)
+
+
 def test_one_binary() -> None:
-    """Neither rows nor the shape of the tree choose another variant of a kernel."""
+    """Neither rows nor the shape of the tree choose another variant of a kernel: the scan has one for internal segments
+    and one for leaves."""
     from ops.kernels.delta_rule import prepare_kernel, scan_kernel
 
     def variants() -> list[int]:
         return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in (prepare_kernel, scan_kernel)]
 
+    for kernel in (prepare_kernel, scan_kernel):
+        kernel.device_caches.clear()
     path = random_path(NINE, 1_000)
     path.up_to(64).whole()
     known = variants()
+    assert known == [1, 2]
     for rows in (1, 63, 65, 130, 1_000):
         path.up_to(rows).whole()
     tree = [[Piece(0, 40), Piece(0, 64)], [Piece(64, 80, 1), Piece(40, 70, 0)]]

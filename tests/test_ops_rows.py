@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ops.add_rms_norm import add_rms_norm, add_rms_norm_reference
+from ops.add_rows import add_rows, add_rows_reference
 from ops.checks import check_separate, check_tables
 from ops.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ops.kernels import rows as kernels
@@ -61,12 +62,15 @@ def make(name: str, count: int, dtype: torch.dtype, device: torch.device, sizes:
             (noise(count, values), 4 * noise(count, offset + values + 16)),
             (noise(1, dv, dtype=torch.float32)[0], EPS, offset),
         )  # fmt: skip
+    if name == "add_rows":
+        n = sizes["z_offset"] + sizes["hidden"]
+        return Case(add_rows, kernels.launch_add_rows, add_rows_reference, (noise(count, n), noise(count, n)), ())
     return Case(
         silu_mul, kernels.launch_silu_mul, silu_mul_reference, (4 * noise(count, 2 * sizes["intermediate"]),), (), 2
     )
 
 
-NAMES = ("add_rms_norm", "gated_rms_norm", "silu_mul")
+NAMES = ("add_rms_norm", "add_rows", "gated_rms_norm", "silu_mul")
 SMALL = {"hidden": 80, "dim": 16, "value_heads": 3, "z_offset": 80, "intermediate": 96}
 NINE = {"hidden": 4096, "dim": 128, "value_heads": 32, "z_offset": 8192, "intermediate": 12288}
 TWENTY_SEVEN = {"hidden": 5120, "dim": 128, "value_heads": 48, "z_offset": 10240, "intermediate": 17408}
@@ -169,6 +173,8 @@ def test_wrong_arguments_are_refused_by_name(device: torch.device) -> None:
         (lambda: add_rms_norm(x[:, :32], x, w, EPS), ValueError, r"x has strides \(64, 1\)"),
         (lambda: add_rms_norm(shifted(x), x, w, EPS), ValueError, r"x starts at 4 bytes past a multiple of 16"),
         (lambda: add_rms_norm(x[:, :30].clone(), x, w, EPS), ValueError, r"last dimension of x is 30"),
+        (lambda: add_rows(x, x[:3]), ValueError, r"add_rows: delta has shape \[3, 64\], wants \[4, 64\]"),
+        (lambda: add_rows(x[:, :30].clone(), x), ValueError, r"last dimension of x is 30"),
         (lambda: check_tables("op", tables, torch.device("meta")), ValueError, r"op: tables is on .* meta"),
         (lambda: check_separate("op", a=x, b=w, c=x[1:]), ValueError, r"op: a and c share memory"),
         (lambda: gated_rms_norm(x, x, head, EPS, 8), ValueError, r"z_offset .* is 72, wants at most 64"),

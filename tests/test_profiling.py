@@ -376,7 +376,7 @@ class TestForward:
             monkeypatch.setattr(torch.cuda, name, lambda: 0)
         monkeypatch.setattr(forward, "gemm_only_us", lambda *_, **__: [100.0])
         words = "--workloads 40,70+5x3 --few 2 --gemm fixed --repeats 1"
-        return forward.parser().parse_args(words.split())
+        return forward.parser().parse_args([*words.split(), "--graphs", "eager"])
 
     def test_workloads_are_run_compared_and_recorded(
         self, arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -386,15 +386,15 @@ class TestForward:
         records = [json.loads(line) for line in path.read_text().splitlines()]
         rows = {record["name"]: record["configuration"] for record in records}
         assert {name: c["candidates_run"] for name, c in rows.items()} == {
-            "9b/40/fixed/independent": 1,
-            "9b/70+5x3/fixed/independent": 2,
-            "9b/70+5x3/fixed/batched": 5,
-            "9b/70+5x3/fixed/levels": 5,
-            "9b/70+5x3/fixed/tree": 5,
+            "9b/40/fixed/independent/eager": 1,
+            "9b/70+5x3/fixed/independent/eager": 2,
+            "9b/70+5x3/fixed/batched/eager": 5,
+            "9b/70+5x3/fixed/levels/eager": 5,
+            "9b/70+5x3/fixed/tree/eager": 5,
         }
         assert all(c["equal"] == c["candidates_run"] for c in rows.values())
-        assert rows["9b/70+5x3/fixed/tree"]["rows"] == {"tree": 85}
-        assert rows["9b/70+5x3/fixed/levels"]["rows"] == {"prefix": 70, "branch": 15}
+        assert rows["9b/70+5x3/fixed/tree/eager"]["rows"] == {"tree": 85}
+        assert rows["9b/70+5x3/fixed/levels/eager"]["rows"] == {"prefix": 70, "branch": 15}
         assert all(len(record["samples_us"]) == 1 for record in records)
         assert "2 of 5" in capsys.readouterr().out
 

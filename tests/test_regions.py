@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from torch._inductor import metrics
 from engine.executor import Executor
 from engine.layout import Prompt
 from engine.model import Backbone
+from graphs import regions
 from ops.linear import linear_fixed
 from tests.support import random_backbone, run, small_config, tokens
 
@@ -21,11 +25,13 @@ REGIONS = 4
 
 
 @cache
-def executors() -> tuple[Executor, Executor]:
-    """Eager and compiled, over the same weights."""
-    eager = random_backbone(small_config(periods=2), dtype=torch.float32)
-    compiled = Backbone(eager.weights, eager.dimensions, linear_fixed, compile_layers=True)
-    return Executor(eager), Executor(compiled)
+def eager() -> Executor:
+    return Executor(random_backbone(small_config(periods=2), dtype=torch.float32))
+
+
+def compiled(linear: Callable[..., Any] = linear_fixed) -> Executor:
+    backbone = eager().backbone
+    return Executor(Backbone(backbone.weights, backbone.dimensions, linear, compile_layers=True))
 
 
 def candidates(rng: np.random.Generator, prefix: int, count: int) -> list[list[Prompt]]:
@@ -41,22 +47,51 @@ def _count_afresh() -> None:
     torch._dynamo.reset()
     counters.clear()
     metrics.reset()
+    regions.compiled.cache_clear()
 
 
 def test_compiled_equals_eager_for_every_length_without_a_recompile() -> None:
     """Row counts and read counts from one rung to several, equal and different ones, in any order."""
-    eager, compiled = executors()
+    own = compiled()
     rng = np.random.default_rng(0)
-    regions = []
+    found = []
     for prefix, count in ((70, 3), (1, 1), (20, 70), (200, 2)):
         questions = candidates(rng, prefix, count)
         for schedule in ("levels", "batched"):
-            expected, _ = run(eager, questions, schedule=schedule)
-            found, _ = run(compiled, questions, schedule=schedule)
-            assert torch.equal(expected, found), (prefix, count, schedule)
-        regions.append(counters["stats"]["unique_graphs"])
-    assert regions[0] == REGIONS
-    assert set(regions) == {REGIONS}
+            expected, _ = run(eager(), questions, schedule=schedule)
+            hidden, _ = run(own, questions, schedule=schedule)
+            assert torch.equal(expected, hidden), (prefix, count, schedule)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found == [REGIONS] * 4
     assert metrics.generated_kernel_count == 0
-    products = {key for key in counters["inductor"] if "mm" in key and "pattern" not in key}
-    assert not products
+
+
+def targets(linear: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of everything that the compiled regions call."""
+    called: set[str] = set()
+
+    def record(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        for node in module.graph.nodes:
+            if node.op in ("call_function", "call_method", "call_module"):
+                called.add(node.target if isinstance(node.target, str) else str(node.target))
+        return module.forward
+
+    compile_with = torch.compile
+    monkeypatch.setattr(regions.torch, "compile", lambda fn, **kwargs: compile_with(fn, backend=record, **kwargs))
+    run(compiled(linear), candidates(np.random.default_rng(1), 70, 3), schedule="levels")
+    return {name for name in called if not name.startswith("forkgraph.")}
+
+
+VIEWS_AND_ALLOCATIONS = {str(operator.getitem), "new_empty", "size"}
+
+
+def test_regions_call_operators_and_views_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No product but the handle's, no arithmetic: every other call is an index, a slice or an empty tensor."""
+    assert targets(linear_fixed, monkeypatch) <= VIEWS_AND_ALLOCATIONS
+
+
+def test_a_product_beside_the_handle_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_matmul(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ w.t()
+
+    assert not targets(with_matmul, monkeypatch) <= VIEWS_AND_ALLOCATIONS

@@ -23,15 +23,18 @@ from torch import Tensor
 from ops import tables as t
 from ops.delta_rule import DeltaSizes
 
-PREPARE_PROGRAMS = 528
+PREPARE_PROGRAMS = 396
 PREPARE_WARPS = 4
 PREPARE_REGISTERS = 168
 """Most registers of a thread, so that three programs fit on a multiprocessor."""
-SCAN_BLOCK = 64
-"""Value columns of a scan program."""
-SCAN_WARPS = 4
-SCAN_STAGES = 5
-"""Depth of the scan's software pipeline: plans are loaded four chunks ahead, rows two."""
+INTERNAL_SCAN = (32, 4, 5)
+"""Value columns of a program, warps and depth of the software pipeline, for few long segments: plans are loaded four
+chunks ahead, rows two. One program fills the shared memory of a multiprocessor."""
+WIDE_INTERNAL_SCAN = (64, 4, 5)
+"""The same for so many heads that narrow programs would not run all at once."""
+LEAF_SCAN = (64, 4, 5)
+"""The same for many short segments. A pipeline of one stage was 9 % faster there, but with 32 columns it read out of
+bounds on sm_90 (Triton 3.6), so it is not used."""
 SCAN_LANES = 4
 """Scan programs that share the leaves of one (value head, column block)."""
 PRECISION = "tf32x3"
@@ -70,7 +73,7 @@ _WRITE = tl.constexpr(3 * t.CHUNK)  # of V' on its way into the state: exp(G_63 
 _CARRY = tl.constexpr(4 * t.CHUNK)  # of S: exp(G_63), repeated
 _FACTORS = tl.constexpr(5 * t.CHUNK)
 
-_TILE = tl.constexpr(16)  # rows of a diagonal tile that is inverted by substitution
+_TILE = tl.constexpr(16)
 
 # Prefixes: p_ pointers, b_ tile in registers, m_ mask.
 
@@ -225,16 +228,16 @@ def segment_border(tables, chunk, end):
     return tl.where(chunk < end, tl.where(first == chunk, chunk, following), end)
 
 
-@triton.jit(do_not_specialize=["leaves"])
+@triton.jit
 def scan_kernel(
-    qkv, tail_kv, states, tables, plan, inverse, scores, factors, out, leaves,
+    qkv, tail_kv, states, tables, plan, inverse, scores, factors, out,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    LEAVES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Programs (lane, value head, column block) walk chunks in order, whatever segments these belong to.
 
-    With `leaves` 0 there is one lane: it takes one internal segment after another, so that a child finds what the same
-    program wrote for its parent. With `leaves` 1 the lanes share the chunks of all leaves, cut at segment borders.
+    Without LEAVES there is one lane: it takes one internal segment after another, so that a child finds what the same
+    program wrote for its parent. With LEAVES the lanes share the chunks of all leaves, cut at segment borders.
     """
     GROUP: tl.constexpr = VALUE_HEADS // KEY_HEADS
     KEYS: tl.constexpr = KEY_HEADS * DK
@@ -257,13 +260,13 @@ def scan_kernel(
     key_columns = value_head // GROUP * DK + tl.arange(0, DK)[None, :]
     value_columns = value_head * DV + first_column + tl.arange(0, BLOCK)[None, :]
     p_state = states + (value_head * DK + tl.arange(0, DK)[:, None]) * DV + first_column + tl.arange(0, BLOCK)[None, :]
-    for turn in range(0, tl.where(leaves == 0, num_internal, 1)):
-        if leaves == 0:
-            first = tl.load(tables + _FIRST_CHUNK + turn)
-            end = first + tl.load(tables + _CHUNKS_OF + turn)
-        else:
+    for turn in range(0, 1 if LEAVES else num_internal):
+        if LEAVES:
             first = segment_border(tables, first_leaf + leaf_chunks * lane // lanes, first_leaf + leaf_chunks)
             end = segment_border(tables, first_leaf + leaf_chunks * (lane + 1) // lanes, first_leaf + leaf_chunks)
+        else:
+            first = tl.load(tables + _FIRST_CHUNK + turn)
+            end = first + tl.load(tables + _CHUNKS_OF + turn)
         tl.debug_barrier()  # states that this program wrote for earlier segments are there to be read
         b_state = tl.zeros([DK, BLOCK], dtype=tl.float32)
         b_operand = b_state.to(dtype)
@@ -316,15 +319,19 @@ def prepare_options() -> dict[str, Any]:
     return {"num_warps": PREPARE_WARPS, "num_stages": 1, "maxnreg": PREPARE_REGISTERS}
 
 
-def scan_options(qkv: Tensor, value_dim: int) -> dict[str, Any]:
-    """Column block, warps and pipeline depth: the deep pipeline needs 192 KiB of shared memory, the others 75."""
+def scan_options(qkv: Tensor, n: DeltaSizes, leaves: bool) -> dict[str, Any]:
+    """In bfloat16 all variants give the same bits, which tests hold them to: each sums a column in one order."""
     if qkv.dtype == torch.float32:
         block, warps, stages = 32, 8, 1
-    elif torch.cuda.get_device_capability(qkv.device)[0] in (9, 10):
-        block, warps, stages = SCAN_BLOCK, SCAN_WARPS, SCAN_STAGES
-    else:
+    elif torch.cuda.get_device_capability(qkv.device)[0] not in (9, 10):
         block, warps, stages = 32, 8, 3
-    return {"BLOCK": min(block, value_dim), "STAGES": stages, "num_warps": warps, "num_stages": stages}
+    elif leaves:
+        block, warps, stages = LEAF_SCAN
+    else:
+        programs = n.value_heads * n.value_dim // INTERNAL_SCAN[0]
+        fits = programs <= torch.cuda.get_device_properties(qkv.device).multi_processor_count
+        block, warps, stages = INTERNAL_SCAN if fits else WIDE_INTERNAL_SCAN
+    return {"BLOCK": min(block, n.value_dim), "STAGES": stages, "num_warps": warps, "num_stages": stages}
 
 
 def launch_delta_rule(
@@ -332,8 +339,8 @@ def launch_delta_rule(
 ) -> Tensor:
     """Three launches: preparation, internal segments, leaves. Tensors as `ops.delta_rule.delta_rule` takes them."""
     heads = {"KEY_HEADS": n.key_heads, "VALUE_HEADS": n.value_heads, "DK": n.key_dim, "DV": n.value_dim}
-    group = n.value_heads // n.key_heads
     capacity = t.chunk_capacity(qkv.shape[0])
+    group = n.value_heads // n.key_heads
     programs = min(capacity * n.key_heads, PREPARE_PROGRAMS)
     plan = tables.new_empty(capacity, _PLAN_WIDTH.value)
     inverse = qkv.new_empty(capacity, n.value_heads, t.CHUNK, t.CHUNK)
@@ -346,11 +353,11 @@ def launch_delta_rule(
         GROUP_P2=triton.next_power_of_2(group), PRECISION=PRECISION,
         enable_fp_fusion=False, **prepare_options(),
     )  # fmt: skip
-    options = scan_options(qkv, n.value_dim)
-    columns = n.value_heads * (n.value_dim // options["BLOCK"])
-    for leaves, lanes in ((0, 1), (1, SCAN_LANES)):
-        scan_kernel[(columns * lanes,)](
-            qkv, tail_kv, states, tables, plan, inverse, scores, factors, out, leaves, **heads,
-            PRECISION=PRECISION, enable_fp_fusion=False, **options,
+    for leaves in (False, True):
+        options = scan_options(qkv, n, leaves)
+        columns = n.value_heads * (n.value_dim // options["BLOCK"])
+        scan_kernel[(columns * (SCAN_LANES if leaves else 1),)](
+            qkv, tail_kv, states, tables, plan, inverse, scores, factors, out, **heads,
+            LEAVES=leaves, PRECISION=PRECISION, enable_fp_fusion=False, **options,
         )  # fmt: skip
     return out

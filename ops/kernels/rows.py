@@ -1,4 +1,4 @@
-"""Kernels over rows that stand alone: norms, the MLP gate, gathers.
+"""Kernels over rows that stand alone: norms, the MLP gate, sums, gathers.
 
 Every size is a constexpr and every row count a grid dimension, so a model has one binary of each, and a row is reduced
 by the same threads in the same order however many rows there are. Arithmetic is
@@ -18,6 +18,7 @@ HEADS_PER_PROGRAM = 16
 HEAD_WARPS = 4
 GATE_BLOCK = 2048
 GATE_WARPS = 4
+SUM_BLOCK = 1024
 
 
 @triton.jit
@@ -84,6 +85,18 @@ def silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + row * I + columns, (rounded * up).to(out.dtype.element_ty))
 
 
+@triton.jit
+def add_rows_kernel(x, delta, out, N: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < N
+    offsets = (program // blocks) * N + columns
+    b_x = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
+    b_delta = tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, (b_x + b_delta).to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["section"])
 def take_rows_kernel(source, tables, out, section, H: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
@@ -124,6 +137,16 @@ def launch_silu_mul(gate_up: Tensor) -> Tensor:
     if rows:
         silu_mul_kernel[(rows * (width // block),)](
             gate_up, out, I=width, BLOCK=block, num_warps=GATE_WARPS, enable_fp_fusion=False
+        )
+    return out
+
+
+def launch_add_rows(x: Tensor, delta: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    rows, width = x.shape
+    if rows:
+        add_rows_kernel[(rows * triton.cdiv(width, SUM_BLOCK),)](
+            x, delta, out, N=width, BLOCK=SUM_BLOCK, num_warps=GATE_WARPS, enable_fp_fusion=False
         )
     return out
 

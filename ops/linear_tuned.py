@@ -1,0 +1,181 @@
+"""The `tuned` product: for each weight shape and row count, the fastest algorithm that has the canonical bits.
+
+Which one that is stands in a table that `install` fills before the first call. An algorithm is known by its name:
+
+    fixed             the tile that defines the bits (ops/linear.py)
+    cublas            the library's own choice for the row count
+    cublaslt          the same from cuBLASLt, with split K off
+    cublaslt#CODE     one cuBLASLt algorithm (ops/blas.py)
+    tile ...          one Triton tile, for instance `tile 64x128x64 w4 s4 swapped`
+    NAME@ROWS         any of these over that many rows, the ones past the end left undefined
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ops import blas
+from ops.checks import check_multiple, check_row_pitch, check_tensor
+from ops.cpu import cpu_kernel
+
+Product = Callable[[Tensor, Tensor], Tensor]
+"""x [R, K] and w [N, K] to [R, N]."""
+Cell = tuple[int, int, int]
+"""N, K and R: rows of w, columns of both, rows of x."""
+
+FIXED, CUBLAS, CUBLASLT = "fixed", "cublas", "cublaslt"
+ALIGNMENT = 256
+"""Bytes that x and w are aligned to. The library may choose by alignment, so there is one only."""
+
+logger = logging.getLogger("forkgraph")
+
+missed: Counter[tuple[int, Cell]] = Counter()
+"""Calls per device index and cell that the table did not know. They ran `fixed`, which has the same bits."""
+
+_products: dict[tuple[int, Cell], Product] = {}
+_FLAGS = ("swapped", "halves", "persistent", "early")
+_VARIANT = re.compile(r"tile (\d+)x(\d+)x(\d+) w(\d+) s(\d+)" + "".join(f"( {flag})?" for flag in _FLAGS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One Triton tile: rows of x, rows of w, depth of a step, warps and stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    swapped: bool = False
+    """w is the left operand of the tensor cores."""
+    halves: bool = False
+    """Stored in two parts."""
+    persistent: bool = False
+    """One program per multiprocessor walks many tiles."""
+    early: bool = False
+    """Launched before the kernel ahead has ended (programmatic dependent launch)."""
+
+    @property
+    def name(self) -> str:
+        flags = [f" {flag}" for flag in _FLAGS if getattr(self, flag)]
+        return f"tile {self.rows}x{self.columns}x{self.depth} w{self.warps} s{self.stages}{''.join(flags)}"
+
+    @classmethod
+    def named(cls, name: str) -> Variant:
+        """Raises ValueError for a name that is none."""
+        match = _VARIANT.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name!r} names no tile; one looks like 'tile 64x128x64 w4 s4 swapped'")
+        rows, columns, depth, warps, stages = map(int, match.groups()[:5])
+        flags = dict(zip(_FLAGS, map(bool, match.groups()[5:]), strict=True))
+        return cls(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, **flags)
+
+
+def product(name: str) -> Product:
+    """The algorithm of this name. Raises ValueError for a name that is none."""
+    inner, _, rows = name.partition("@")
+    if rows:
+        return _padded(product(inner), int(rows))
+    if inner == FIXED:
+        return _fixed
+    if inner == CUBLAS:
+        return _library_choice(CUBLAS, split_k=True)
+    if inner == CUBLASLT:
+        return _library_choice(CUBLASLT, split_k=False)
+    if inner.startswith(f"{CUBLASLT}#"):
+        return blas.coded(inner.partition("#")[2])
+    return _variant(Variant.named(inner))
+
+
+def is_one_kernel(name: str) -> bool:
+    """Whether the name stands for the same kernel at every row count; the library's own choices do not."""
+    return name.partition("@")[0] not in (CUBLAS, CUBLASLT)
+
+
+def install(names: Mapping[Cell, str], device: torch.device) -> None:
+    """Make `linear_tuned` on this CUDA device use these algorithms, beside those installed before."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    products = {name: product(name) for name in set(names.values())}
+    _products.update({(index, cell): products[name] for cell, name in names.items()})
+
+
+def chosen(device: int, cell: Cell) -> Product:
+    """What runs there. For a cell that was never installed `fixed`, which is counted in `missed` and said once."""
+    found = _products.get((device, cell))
+    if found is not None:
+        return found
+    if not missed:
+        columns, inputs, rows = cell
+        logger.warning(
+            "gemm=tuned: %d rows of a %dx%d weight were never tuned; fixed multiplies them and any others like them, "
+            "with the same bits", rows, columns, inputs,
+        )  # fmt: skip
+    missed[device, cell] += 1
+    return _fixed
+
+
+@torch.library.custom_op("forkgraph::linear_tuned", mutates_args=(), device_types="cuda")
+def linear_tuned(x: Tensor, w: Tensor) -> Tensor:
+    """x [R, K] times the transpose of w [N, K], both bfloat16 -> [R, N] with the bits of `linear_fixed`.
+
+    For CUDA only. Raises TypeError for a dtype, ValueError for a shape, stride, alignment or device.
+    """
+    check_tensor("linear_tuned", "x", x, (None, None), torch.bfloat16, x.device)
+    check_row_pitch("linear_tuned", "x", x)
+    check_tensor("linear_tuned", "w", w, (None, x.shape[1]), torch.bfloat16, x.device)
+    check_multiple("linear_tuned", "the number of rows of w", w.shape[0], 16)
+    if (x.data_ptr() | w.data_ptr()) % ALIGNMENT:
+        raise ValueError(
+            f"linear_tuned: x and w must start at multiples of {ALIGNMENT} bytes; pass tensors of their own (.clone())"
+        )
+    return chosen(x.device.index, (w.shape[0], w.shape[1], x.shape[0]))(x, w)
+
+
+@cpu_kernel("linear_tuned")
+def _(x: Tensor, w: Tensor) -> Tensor:
+    raise ValueError("linear_tuned: x is on the CPU, where nothing is tuned; use linear_fixed, which has the same bits")
+
+
+@linear_tuned.register_fake
+def _(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+def _fixed(x: Tensor, w: Tensor) -> Tensor:
+    from ops.kernels.linear import launch_linear_fixed
+
+    return launch_linear_fixed(x, w)
+
+
+def _library_choice(library: str, *, split_k: bool) -> Product:
+    def choice(x: Tensor, w: Tensor) -> Tensor:
+        with blas.switches(library, split_k=split_k):
+            return F.linear(x, w)
+
+    return choice
+
+
+def _variant(variant: Variant) -> Product:
+    def tile(x: Tensor, w: Tensor) -> Tensor:
+        from ops.kernels.linear_variants import launch_variant
+
+        return launch_variant(variant, x, w)
+
+    return tile
+
+
+def _padded(inner: Product, rows: int) -> Product:
+    def padded(x: Tensor, w: Tensor) -> Tensor:
+        more = x.new_empty(rows, x.shape[1])
+        more[: x.shape[0]] = x
+        return inner(more, w)[: x.shape[0]]
+
+    return padded
