@@ -1,8 +1,14 @@
-"""Without a GPU every Triton kernel runs in the interpreter, which must be chosen before triton is first imported."""
+"""Without a GPU every Triton kernel runs in the interpreter, which must be chosen before triton is first imported.
+
+Tensors here are small: one thread each, or the test processes wait for one another.
+"""
 
 from __future__ import annotations
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, here and in the processes tests start
+
 from collections.abc import Callable, Iterator
 from typing import Any
 

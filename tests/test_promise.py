@@ -87,6 +87,19 @@ def test_three_levels_give_the_same_bits(request_length: int, question: int, dty
 
 
 @dtypes
+def test_two_threads_keep_the_bits(dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
+    questions = one_question(np.random.default_rng(2), 77)
+    try:
+        torch.set_num_threads(2)
+        alone, _ = run(executor(dtype), questions, schedule="independent")
+        together, _ = run(executor(dtype), questions, schedule="levels")
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, together)
+
+
+@dtypes
 def test_odd_head_counts_and_two_periods(dtype: torch.dtype) -> None:
     config = small_config(periods=2, key_heads=1, value_heads=3, hidden=96, heads=6, kv_heads=1)
     own = Executor(random_backbone(config, dtype=dtype))
