@@ -129,6 +129,8 @@ class EngineConfig:
     """Tokens of the longest prompt accepted; nothing is ever cut."""
     warmup: list[int] = field(default_factory=list)
     """Row counts to capture graphs for while loading; others are captured after their first use."""
+    nvtx: bool = False
+    """Emit NVTX ranges in the domain `forkgraph`, for a profiler that watches this process."""
     cache_dir: str | None = None
     """Where tiny checkpoints are kept. Without one: `forkgraph` in the user's cache folder."""
     tokens: TokensConfig = field(default_factory=TokensConfig)

@@ -34,7 +34,7 @@ from engine.loading import check_vocabulary, open_model
 from engine.memory import MemoryPlan, plan_memory
 from engine.model import Backbone, Weights
 from engine.prompts import build_prompts
-from engine.ranges import span
+from engine.ranges import enable, span
 from engine.requests import Request, parse_request
 from engine.schedule import BufferSizes, Limits, Plan, plan_passes
 from engine.tokens import Tokens
@@ -82,6 +82,8 @@ class Engine:
         self._names = (provenance.model, *aliases)
         self.config, self.dimensions, self.head, self.provenance = config, dimensions, head, provenance
         self._tokens, self._weights = tokens, weights
+        if config.nvtx:
+            enable()
         if config.gemm == "tuned":
             assert config.cache_dir is not None
             prepare(dimensions, device=torch.device(config.device), cache_dir=Path(config.cache_dir))
