@@ -10,14 +10,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from engine.dimensions import ModelDimensions
 from engine.drawing import ExplainReport, explain_report
 from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
 from engine.executor import Counters, Executor
-from engine.layout import Layout, Prompt, build_layout, independent_layout
+from engine.layout import Layout, Prompt, build_layout, checked_prompt, independent_layout
 from engine.letters import LettersHead, letter_answers, letter_prompts, parse_letters
 from engine.loading import check_vocabulary, open_model
 from engine.memory import MemoryPlan, plan_memory
@@ -59,6 +58,15 @@ _WARM_UP = {
 _CLOSED = "this engine is closed; load another one"
 _RUN_OPTIONS = ("split", "gemm", "schedule", "pack", "graphs")
 """What `Engine.like` may change: everything else belongs to the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """What `Engine.forward` ran: `hidden` [reads, h] of each candidate on the CPU, rows and passes, planned bytes."""
+
+    hidden: list[Tensor]
+    counters: Counters
+    memory: MemoryPlan
 
 
 class Engine:
@@ -182,18 +190,42 @@ class Engine:
         """
         if not prompts:
             raise RequestError("there must be at least one prompt", field="prompts")
-        checked = [self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+        states = self.forward([[self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]]).hidden
+        for i, rows in enumerate(states):
+            if not torch.isfinite(rows).all():
+                raise InferenceError(f"prompts[{i}]: a final hidden state is not finite")
+        return states
 
-        def states() -> list[Tensor]:
-            _, plan = self._plan([checked])
-            hidden, _ = self._executor.run(plan)
+    def prompts(self, request: Request | dict[str, Any] | str | bytes) -> list[list[Prompt]]:
+        """The candidates of each question of `request`, as token ids. Raises RequestError; runs nothing."""
+        return self._prompts(self._parsed(request))
+
+    def forward(self, questions: Sequence[Sequence[Prompt]]) -> Forward:
+        """Run the candidates of `questions`, as `prompts` gives them: a request without its text and head.
+
+        Raises RequestError for no candidate or one that the model cannot read, else what `submit` raises.
+        """
+        if not questions or not all(questions):
+            raise RequestError("there must be questions, and a candidate in each", field="questions")
+        checked = [
+            [self._checked(f"questions[{q}][{c}]", prompt) for c, prompt in enumerate(candidates)]
+            for q, candidates in enumerate(questions)
+        ]
+
+        def run() -> Forward:
+            _, plan = self._plan(checked)
+            memory = self._memory(plan)
+            hidden, counters = self._executor.run(plan)
             rows = [hidden[list(places)] for places in plan.reads_of_prompt]
-            for i, row in enumerate(rows):
-                if not torch.isfinite(row).all():
-                    raise InferenceError(f"prompts[{i}]: a final hidden state is not finite")
-            return rows
+            return Forward(hidden=rows, counters=counters, memory=memory)
 
-        return self._enqueue(states).result()
+        return self._enqueue(run).result()
+
+    @property
+    def capture_seconds(self) -> dict[tuple[int, int], float]:
+        """What capturing took so far, by (rows, reads) of the graph; empty unless `graphs=captured`."""
+        captured = self._executor.captured
+        return {} if captured is None else dict(captured.capture_seconds)
 
     def explain(self, request: Request | dict[str, Any] | str | bytes) -> ExplainReport:
         """What `request` would run: its prefix tree, rows with and without reuse, and bytes. Runs nothing."""
@@ -261,6 +293,9 @@ class Engine:
         check_vocabulary(largest, self.dimensions)
         return questions
 
+    def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
+        return checked_prompt(field, prompt, vocab_size=self.dimensions.vocab_size, max_length=self.config.max_length)
+
     def _plan(self, questions: Sequence[Sequence[Prompt]]) -> tuple[Layout, Plan]:
         """The layout and passes to run: within the memory limit, and for `schedule=auto` the fastest predicted.
 
@@ -319,29 +354,6 @@ class Engine:
         shares = self.config.schedule not in ("independent", "batched")
         statistics = _statistics(layout, counters, shares=shares)
         return respond(answers, self.head, statistics, self.provenance, time.perf_counter() - start)
-
-    def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
-        ids = prompt.token_ids if isinstance(prompt, Prompt) else _token_ids(field, prompt)
-        size = self.dimensions.vocab_size
-        outside = ids[(ids < 0) | (ids >= size)]
-        if len(outside):
-            raise RequestError(f"a token id must be from 0 to {size - 1}", field=field, value=int(outside[0]))
-        if len(ids) > self.config.max_length:
-            text = f"Input length {len(ids)} exceeds max_length={self.config.max_length}; no silent truncation"
-            raise RequestError(text, field=field, value=len(ids))
-        return prompt if isinstance(prompt, Prompt) else Prompt(ids.astype(np.int32))
-
-
-def _token_ids(field: str, prompt: Sequence[int]) -> npt.NDArray[np.integer[Any]]:
-    if not len(prompt):
-        raise RequestError("a prompt must have at least one token", field=field)
-    try:
-        ids = np.asarray(prompt)
-    except ValueError as error:
-        raise RequestError(f"token ids must be a list of integers: {error}", field=field) from None
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise RequestError("token ids must be a list of integers", field=field, value=prompt)
-    return ids
 
 
 def _memory_of(config: EngineConfig) -> dict[str, int]:

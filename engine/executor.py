@@ -19,7 +19,7 @@ from engine.model import Backbone
 from engine.ranges import span
 from engine.schedule import BufferSizes, Pass, Plan
 from engine.snapshot import SnapshotBuffers
-from graphs.capture import CapturedForwards
+from graphs.capture import CapturedForwards, Forward
 from graphs.rungs import rung
 from ops.tables import TABLE_WORDS, fill
 
@@ -47,6 +47,16 @@ class Counters:
         return sum(self.rows.values())
 
 
+def _forward_over(backbone: Backbone, buffers: SnapshotBuffers) -> Forward:
+    """Knows no executor, so that graphs and buffers go with the last reference to theirs, not with a collection."""
+
+    def forward(tables: Tensor, rows: int, reads: int) -> Tensor:
+        hidden: Tensor = backbone(tables, rows, reads, buffers.layers)
+        return hidden
+
+    return forward
+
+
 class Executor:
     """Owns the snapshot buffers of one backbone on one device, and the CUDA graphs that hold their addresses."""
 
@@ -55,6 +65,7 @@ class Executor:
         embedding = backbone.weights.embedding
         self.backbone, self.device = backbone, embedding.device
         self.buffers = SnapshotBuffers(backbone.dimensions, dtype=embedding.dtype, device=self.device)
+        self._eager = _forward_over(backbone, self.buffers)
         self.captured = (
             CapturedForwards(self._eager, words=TABLE_WORDS, device=self.device, limit_bytes=capture_limit_bytes)
             if capture_limit_bytes
@@ -122,10 +133,10 @@ class Executor:
         self._synchronize()
         if self.captured is not None:
             self.captured.drop()
-        self.captured = None  # it knows this executor, which would keep both alive
+        self.captured = None
         self._missed.clear()
         self.buffers.drop()
-        del self.backbone
+        del self.backbone, self._eager
 
     def _reserve(self, sizes: BufferSizes) -> None:
         if self.captured is not None and not self.buffers.fits(sizes):
@@ -146,10 +157,6 @@ class Executor:
             if self.captured.wants(rows, padded):
                 self._missed[rows, padded] = tables.clone()
             return self._eager(tables, rows, padded)[:reads]
-
-    def _eager(self, tables: Tensor, rows: int, reads: int) -> Tensor:
-        hidden: Tensor = self.backbone(tables, rows, reads, self.buffers.layers)
-        return hidden
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on the current device, which belongs to the thread."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,30 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def checked_prompt(field: str, prompt: Prompt | Sequence[int], *, vocab_size: int, max_length: int) -> Prompt:
+    """`prompt`, or token ids as one. Raises RequestError naming `field` for anything that the model cannot read."""
+    ids = prompt.token_ids if isinstance(prompt, Prompt) else _token_ids(field, prompt)
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(outside):
+        raise RequestError(f"a token id must be from 0 to {vocab_size - 1}", field=field, value=int(outside[0]))
+    if len(ids) > max_length:
+        text = f"Input length {len(ids)} exceeds max_length={max_length}; no silent truncation"
+        raise RequestError(text, field=field, value=len(ids))
+    return prompt if isinstance(prompt, Prompt) else Prompt(ids.astype(np.int32))
+
+
+def _token_ids(field: str, prompt: Sequence[int]) -> npt.NDArray[np.integer[Any]]:
+    if not len(prompt):
+        raise RequestError("a prompt must have at least one token", field=field)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError as error:
+        raise RequestError(f"token ids must be a list of integers: {error}", field=field) from None
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError("token ids must be a list of integers", field=field, value=prompt)
+    return ids
 
 
 @dataclass(frozen=True, eq=False)

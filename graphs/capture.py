@@ -7,10 +7,12 @@ calls `drop` first.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,18 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: Tensor
     bytes: int
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage of others is not collected meanwhile: destroying a graph among it would make the capture invalid."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class CapturedForwards:
@@ -75,11 +89,15 @@ class CapturedForwards:
         self._tables.copy_(tables)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                _no_collection(),
+                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            ):
                 hidden = self._forward(self._tables, rows, reads)
         except Exception as error:
             torch.cuda.synchronize(self._device)
             self._failed.add((rows, reads))
+            self._pool = None  # an invalid capture leaves it open, and no other one can begin in it
             logger.warning("no CUDA graph for %d rows, %d reads (%s); it runs uncaptured", rows, reads, error)
             return
         self._pool = graph.pool()

@@ -7,7 +7,7 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -32,7 +32,8 @@ NINE_HEADS = {
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
-GRAPHS_BYTES = 2**28
+GRAPHS_BYTES = 2**30
+"""Room for all graphs below, also while other processes allocate on the device."""
 ROOM = BufferSizes(kv_rows=4_096, slots=17, states=17)
 """Larger than any request below, where buffers should stay where they are."""
 
@@ -188,8 +189,13 @@ def test_a_second_visit_of_all_rungs_takes_no_memory() -> None:
     assert set(keys(executor)) == set(graphs)
 
 
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("no room for a graph")
+
+
+@pytest.mark.parametrize("fault", [out_of_memory, torch.cuda.synchronize], ids=["raised", "invalid capture"])
 def test_a_failed_capture_leaves_the_eager_forward_in_charge(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fault: Callable[[], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor, rng = captured(), np.random.default_rng(5)
     questions = candidates(rng, 100, [20, 30])
@@ -198,8 +204,9 @@ def test_a_failed_capture_leaves_the_eager_forward_in_charge(
     forward = executor.captured._forward
 
     def fails(tables: Tensor, rows: int, reads: int) -> Tensor:
-        forward(tables, rows, reads)
-        raise torch.OutOfMemoryError("no room for a graph")
+        hidden = forward(tables, rows, reads)
+        fault()
+        return hidden
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "forkgraph"):
         patch.setattr(executor.captured, "_forward", fails)
@@ -215,6 +222,28 @@ def test_a_failed_capture_leaves_the_eager_forward_in_charge(
     executor.capture_missed()
     assert set(keys(executor)) == {(rung(300), 0), (rung(300), 64)}
     assert torch.equal(run(executor, other, schedule="levels")[0], before)
+    assert torch.equal(run(executor, questions, schedule="levels")[0], expected)
+
+
+def test_graphs_among_the_garbage_of_others_do_not_break_a_capture() -> None:
+    rng = np.random.default_rng(7)
+    questions = candidates(rng, 100, [20, 30])
+    expected, _ = run(eager(), questions, schedule="levels")
+    garbage: list[Any] = [captured()]
+    run(garbage[0], questions, schedule="levels")
+    garbage[0].capture_missed()
+    assert keys(garbage[0])
+    executor = captured()
+    run(executor, questions, schedule="levels")
+    garbage.append(garbage)
+    thresholds = gc.get_threshold()
+    del garbage
+    gc.set_threshold(1)
+    try:
+        executor.capture_missed()
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(keys(executor)) == 2
     assert torch.equal(run(executor, questions, schedule="levels")[0], expected)
 
 
