@@ -5,7 +5,6 @@ candidate whole; they run on the first few of many, and their time is stated for
 every candidate that a schedule ran must equal that of the other schedules, bit for bit.
 
     python profiling/forward.py --model 9b --out profiling/results/forward.jsonl
-    python profiling/forward.py --model 9b --equality
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +50,6 @@ BATCHED_PASSES = 4
 """About as many full passes as `batched` runs of a large workload."""
 ENOUGH_S = 10.0
 """Samples stop once they took this long together."""
-
-PREFIXES = (1, 2, 3, 31, 62, 63, 64, 65, 127, 128, 129, 130, 1_000)
-BRANCHES = (1, 2, 5, 64, 65, 200)
-QUESTIONS = (5, 70)
-"""Tokens of the two question prefixes of a request of three levels."""
 
 Questions = list[list[Prompt]]
 
@@ -205,52 +199,8 @@ def compare(runs: Sequence[Run]) -> None:
             run.equal = num_equal(run.hidden, reference.hidden[: run.candidates]) if run.stable else 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Prompts of one kind of tree, under one schedule and split, that equal themselves run alone, and that do not."""
-
-    levels: int
-    schedule: str
-    split: str
-    equal: int
-    differing: int
-
-
-def tree_of(levels: int, prefix: int, lengths: Sequence[int], vocabulary: int) -> Questions:
-    """A request of one level (nothing shared), two (`prefix` tokens shared) or three (two questions of their own)."""
-    rng = np.random.default_rng(1_000 * levels + prefix)
-    if levels == 1:
-        return [siblings(rng, [], [prefix + n for n in lengths], vocabulary)]
-    head = random_ids(rng, prefix, vocabulary)
-    if levels == 2:
-        return [siblings(rng, [head], lengths, vocabulary)]
-    questions = []
-    for q, tokens in enumerate(QUESTIONS):
-        own = random_ids(rng, tokens, vocabulary)
-        own[0] = q
-        questions.append(siblings(rng, [head, own], lengths, vocabulary))
-    return questions
-
-
-def equality(
-    executor: Executor, vocabulary: int, *, prefixes: Sequence[int] = PREFIXES, lengths: Sequence[int] = BRANCHES
-) -> Iterator[Cell]:
-    """Every schedule and split against `independent` over the same executor, one cell per kind of tree."""
-    for levels in (1, 2, 3):
-        requests = [tree_of(levels, prefix, lengths, vocabulary) for prefix in prefixes]
-        alone = [last_rows(executor, plan_of(questions, "independent"))[0] for questions in requests]
-        for schedule in SCHEDULES[1:]:
-            for split in SPLITS[:1] if schedule == "batched" else SPLITS:
-                equal = total = 0
-                for questions, reference in zip(requests, alone, strict=True):
-                    hidden, _ = last_rows(executor, plan_of(questions, schedule, split))
-                    equal += num_equal(hidden, reference)
-                    total += len(reference)
-                yield Cell(levels=levels, schedule=schedule, split=split, equal=equal, differing=total - equal)
-
-
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(description="Time whole forwards with random weights, or compare their bits.")
+    p = argparse.ArgumentParser(description="Time whole forwards with random weights.")
     p.add_argument("--model", choices=tuple(DIMENSIONS), default="9b", help="whose dimensions (%(default)s)")
     p.add_argument(
         "--gemm",
@@ -279,7 +229,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--few", type=positive, default=4, help="candidates that independent and batched run at least (%(default)s)"
     )
-    p.add_argument("--equality", action="store_true", help="compare bits over a matrix of trees, time nothing")
     add_arguments(p, repeats=5)
     return p
 
@@ -290,13 +239,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     dimensions = DIMENSIONS[arguments.model]
     longest = max(w.prefix + w.length for w in arguments.workloads)
-    if arguments.equality:
-        longest = max(PREFIXES) + max(QUESTIONS) + max(BRANCHES)
     weights = random_weights(dimensions, positions=longest)
     results = Results(arguments.out) if arguments.out else None
     if "tuned" in arguments.gemm:
         prepare(dimensions, device=torch.device("cuda", 0), cache_dir=default_cache_dir())
-    return (run_equality if arguments.equality else run_workloads)(weights, dimensions, arguments, results)
+    return run_workloads(weights, dimensions, arguments, results)
 
 
 def random_weights(dimensions: ModelDimensions, *, positions: int) -> Weights:
@@ -404,32 +351,6 @@ def record_of(run: Run, yardstick: float, dimensions: ModelDimensions, arguments
         ratio=run.us / yardstick,
         floor_us=ceilings.floor_us(gemm_only_cost(dimensions, w.unique_rows)),
     )
-
-
-def run_equality(
-    weights: Weights, dimensions: ModelDimensions, arguments: argparse.Namespace, results: Results | None
-) -> int:
-    table, failed = [], False
-    for gemm in arguments.gemm:
-        [graphs] = arguments.graphs
-        executor = executor_of(weights, dimensions, gemm, graphs)
-        start = time.perf_counter()
-        cells = []
-        for cell in equality(executor, dimensions.vocab_size):
-            progress(f"{gemm} {cell.levels} {cell.schedule} {cell.split}: {cell.differing} differ")
-            cells.append(cell)
-        rows = [(c.levels, c.schedule, c.split, c.equal, c.differing) for c in cells]
-        equal, differing = sum(c.equal for c in cells), sum(c.differing for c in cells)
-        table += [(gemm, *map(str, row)) for row in [*rows, ("all", "", "", equal, differing)]]
-        failed |= gemm != "default" and differing > 0
-        if results is not None:
-            elapsed = (time.perf_counter() - start) * 1e6
-            configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "graphs": graphs}
-            configuration |= {"cells": [vars(c) for c in cells], "equal": equal, "differing": differing}
-            name = f"{arguments.model}/{gemm}"
-            results.add(Record(kind="equality", name=name, samples_us=[elapsed], configuration=configuration))
-    print_table(("gemm", "levels", "schedule", "split", "equal", "differing"), table)
-    return int(failed)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import measure
 import operators
 
 from engine.dimensions import DIMENSIONS, ModelDimensions
-from engine.executor import Executor
 from engine.model import Backbone
 from graphs.rungs import LADDER
 from ops import tables as t
@@ -351,24 +350,6 @@ class TestForward:
         assert w.candidates_run("batched", 4) == 4 * 16_384 // 3_127
         assert w.candidates_run("tree", 4) == 255
         assert forward.Workload.parse("278+8x34").candidates_run("batched", 4) == 8
-
-    @pytest.mark.parametrize("levels", [1, 2, 3])
-    def test_trees_have_the_levels_asked_for(self, levels: int) -> None:
-        plan = forward.plan_of(forward.tree_of(levels, 65, (1, 5), 512), "levels")
-        kinds = ["branch", "prefix", "question"]
-        assert {one.kind for one in plan.passes} == set(kinds[:levels])
-        if levels > 1:
-            assert plan.passes[0].rows == 65
-
-    def test_equality_counts_every_prompt(self) -> None:
-        cells = list(forward.equality(Executor(small_backbone()), 512, prefixes=(2, 65), lengths=(1, 65)))
-        assert len(cells) == 3 * 5
-        assert sum(cell.differing for cell in cells) == 0
-        assert {cell.levels: cell.equal for cell in cells} == {1: 4, 2: 4, 3: 8}
-
-    def test_equality_sees_a_product_that_knows_the_number_of_rows(self) -> None:
-        cells = forward.equality(Executor(small_backbone(depends_on_rows)), 512, prefixes=(65,), lengths=(1, 5))
-        assert sum(cell.differing for cell in cells) > 0
 
     @pytest.fixture
     def arguments(self, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:

@@ -1,0 +1,191 @@
+"""Bits of whole forwards at real dimensions with random weights: every candidate against itself run alone.
+
+Two sets of requests. `matrix`: every prefix length around the borders of chunks, one, two and three levels, short and
+long branches. `random`: layouts of 1 to 300 segments, two and three levels. Each is run by every schedule and split
+with eager, compiled and captured forwards; a captured one counts both as it is missed and as it is replayed.
+
+    python profiling/equality.py --model 9b --gemm fixed,tuned --random 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from cases import print_table, progress, several, without_cuda
+from forward import (
+    GRAPHS,
+    HANDLES,
+    Questions,
+    executor_of,
+    last_rows,
+    num_equal,
+    plan_of,
+    random_ids,
+    random_weights,
+    siblings,
+)
+from measure import Record, Results
+from torch import Tensor
+
+from engine.config import default_cache_dir
+from engine.dimensions import DIMENSIONS
+from engine.executor import Executor
+from engine.layout import Split
+from engine.tuning import prepare
+
+PREFIXES = (1, 2, 3, 31, 62, 63, 64, 65, 127, 128, 129, 130, 1_000)
+BRANCHES = (1, 2, 5, 64, 65, 200)
+QUESTIONS = (5, 70)
+"""Tokens of the two question prefixes of a request of three levels."""
+MOST_SEGMENTS = 300
+LONGEST = 1_300
+"""Positions: above any prompt of either set."""
+WAYS: tuple[tuple[str, Split], ...] = (
+    ("batched", "exact"),
+    ("levels", "exact"),
+    ("levels", "aligned"),
+    ("tree", "exact"),
+    ("tree", "aligned"),
+)
+
+
+@dataclass(kw_only=True)
+class Cell:
+    """Candidates that equal themselves run alone, and that do not, over all requests of one set."""
+
+    graphs: str
+    schedule: str
+    split: str
+    equal: int = 0
+    differing: int = 0
+
+    def count(self, hidden: Tensor, alone: Tensor) -> None:
+        equal = num_equal(hidden, alone)
+        self.equal += equal
+        self.differing += len(alone) - equal
+
+
+def tree_of(levels: int, prefix: int, lengths: Sequence[int], vocabulary: int) -> Questions:
+    """A request of one level (nothing shared), two (`prefix` tokens shared) or three (two questions of their own)."""
+    rng = np.random.default_rng(1_000 * levels + prefix)
+    if levels == 1:
+        return [siblings(rng, [], [prefix + n for n in lengths], vocabulary)]
+    head = random_ids(rng, prefix, vocabulary)
+    if levels == 2:
+        return [siblings(rng, [head], lengths, vocabulary)]
+    questions = []
+    for q, tokens in enumerate(QUESTIONS):
+        own = random_ids(rng, tokens, vocabulary)
+        own[0] = q
+        questions.append(siblings(rng, [head, own], lengths, vocabulary))
+    return questions
+
+
+def matrix(
+    vocabulary: int, *, prefixes: Sequence[int] = PREFIXES, lengths: Sequence[int] = BRANCHES
+) -> Iterator[Questions]:
+    for levels in (1, 2, 3):
+        for prefix in prefixes:
+            yield tree_of(levels, prefix, lengths, vocabulary)
+
+
+def random_layouts(vocabulary: int, count: int) -> Iterator[Questions]:
+    """`count` requests of 1 to MOST_SEGMENTS segments, evenly over the logarithm; every other one has three levels."""
+    rng = np.random.default_rng(count)
+    for i, segments in enumerate(np.geomspace(1, MOST_SEGMENTS, count).round().astype(int).tolist()):
+        head = random_ids(rng, int(rng.integers(0, 700)), vocabulary)
+        if i % 2 or segments < 8:
+            lengths = rng.integers(1, 41, max(1, segments - 1)).tolist()
+            yield [siblings(rng, [head], lengths, vocabulary)]
+            continue
+        number = int(rng.integers(2, min(16, segments // 3) + 1))
+        questions = []
+        for q in range(number):
+            own = random_ids(rng, int(rng.integers(1, 150)), vocabulary)
+            own[0] = q
+            lengths = rng.integers(1, 41, max(2, segments // number - 1)).tolist()
+            questions.append(siblings(rng, [head, own], lengths, vocabulary))
+        yield questions
+
+
+def equality(requests: Sequence[Questions], executors: Mapping[str, Executor]) -> list[Cell]:
+    """Every way to run `requests` with `executors` (by graphs), against `independent` over the first executor."""
+    cells = {(g, *way): Cell(graphs=g, schedule=way[0], split=way[1]) for g in executors for way in WAYS}
+    reference = next(iter(executors.values()))
+    for i, questions in enumerate(requests):
+        alone, _ = last_rows(reference, plan_of(questions, "independent"))
+        for (graphs, schedule, split), cell in cells.items():
+            executor, plan = executors[graphs], plan_of(questions, schedule, split)
+            cell.count(last_rows(executor, plan)[0], alone)
+            if executor.has_missed:
+                executor.capture_missed()
+                cell.count(last_rows(executor, plan)[0], alone)
+        if (i + 1) % 20 == 0 or i + 1 == len(requests):
+            progress(f"request {i + 1} of {len(requests)}: {sum(c.differing for c in cells.values())} differ")
+    return list(cells.values())
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description="Compare every candidate's bits with those it has alone.")
+    p.add_argument("--model", choices=tuple(DIMENSIONS), default="9b", help="whose dimensions (%(default)s)")
+    p.add_argument(
+        "--gemm",
+        type=several(str, tuple(HANDLES)),
+        default=["fixed", "tuned"],
+        metavar="A,B",
+        help=f"of {', '.join(HANDLES)} (fixed,tuned)",
+    )
+    p.add_argument(
+        "--graphs", type=several(str, GRAPHS), default=list(GRAPHS), metavar="A,B", help=f"of {', '.join(GRAPHS)} (all)"
+    )
+    p.add_argument("--random", type=int, default=0, metavar="N", help="also N random layouts (%(default)s)")
+    p.add_argument("--out", type=Path, metavar="FILE", help="append one JSON line per set and handle to FILE")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    if without_cuda("equality"):
+        return 2
+    dimensions, table, failed = DIMENSIONS[arguments.model], [], False
+    weights = random_weights(dimensions, positions=LONGEST)
+    if "tuned" in arguments.gemm:
+        prepare(dimensions, device=torch.device("cuda", 0), cache_dir=default_cache_dir())
+    sets = {"matrix": list(matrix(dimensions.vocab_size))}
+    if arguments.random:
+        sets["random"] = list(random_layouts(dimensions.vocab_size, arguments.random))
+    for gemm in arguments.gemm:
+        executors = {graphs: executor_of(weights, dimensions, gemm, graphs) for graphs in arguments.graphs}
+        for name, requests in sets.items():
+            start = time.perf_counter()
+            cells = equality(requests, executors)
+            seconds = time.perf_counter() - start
+            equal, differing = sum(c.equal for c in cells), sum(c.differing for c in cells)
+            failed |= gemm != "default" and differing > 0
+            table += [(gemm, name, c.graphs, c.schedule, c.split, str(c.equal), str(c.differing)) for c in cells]
+            if arguments.out is not None:
+                configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "set": name}
+                configuration |= {"requests": len(requests), "cells": [vars(c) for c in cells]}
+                configuration |= {"equal": equal, "differing": differing}
+                record = Record(
+                    kind="equality",
+                    name=f"{arguments.model}/{gemm}/{name}",
+                    samples_us=[seconds * 1e6],
+                    configuration=configuration,
+                )
+                Results(arguments.out).add(record)
+        for executor in executors.values():
+            executor.release()
+    print_table(("gemm", "set", "graphs", "schedule", "split", "equal", "differing"), table)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""The comparison of bits without a GPU: the requests it makes, what it counts, and that it can find a difference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))  # scripts, not a package
+
+import equality
+import forward
+
+from engine.executor import Executor
+from engine.layout import build_layout
+from ops.linear import linear_fixed
+from tests.support import random_backbone, small_config
+
+
+def executors(linear: Callable[..., Tensor] = linear_fixed) -> dict[str, Executor]:
+    backbone = random_backbone(small_config(), dtype=torch.float32, linear=linear)
+    return {"eager": Executor(backbone), "again": Executor(backbone)}
+
+
+def depends_on_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return linear_fixed(x, weight) * (1 + x.shape[0] / 2**16)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_trees_have_the_levels_asked_for(levels: int) -> None:
+    plan = forward.plan_of(equality.tree_of(levels, 65, (1, 5), 512), "levels")
+    kinds = ["branch", "prefix", "question"]
+    assert {one.kind for one in plan.passes} == set(kinds[:levels])
+    if levels > 1:
+        assert plan.passes[0].rows == 65
+
+
+def test_random_layouts_span_sizes_and_levels() -> None:
+    layouts = [build_layout(questions, "exact") for questions in equality.random_layouts(512, 40)]
+    sizes = [len(layout.segments) for layout in layouts]
+    assert min(sizes) == 1
+    assert 250 <= max(sizes) <= equality.MOST_SEGMENTS + 32
+    assert any(layout.question_prefix_tokens for layout in layouts)
+    assert any(layout.request_prefix_tokens and not layout.question_prefix_tokens for layout in layouts)
+    assert (
+        max(len(p) for questions in equality.random_layouts(512, 40) for q in questions for p in q) <= equality.LONGEST
+    )
+
+
+def test_every_candidate_of_every_way_is_counted() -> None:
+    requests = list(equality.matrix(512, prefixes=(2, 65), lengths=(1, 65)))
+    cells = equality.equality(requests, executors())
+    assert [(c.graphs, c.schedule, c.split) for c in cells] == [
+        (graphs, *way) for graphs in ("eager", "again") for way in equality.WAYS
+    ]
+    assert {(c.equal, c.differing) for c in cells} == {(2 * (2 + 2 + 4), 0)}
+
+
+def test_a_product_that_knows_the_number_of_rows_is_seen() -> None:
+    requests = list(equality.matrix(512, prefixes=(65,), lengths=(1, 5)))
+    cells = equality.equality(requests, executors(depends_on_rows))
+    assert sum(cell.differing for cell in cells) > 0
