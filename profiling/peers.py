@@ -101,6 +101,11 @@ class Peer:
         in_order[[i for indices, _ in done for i in indices]] = hidden_Nh
         return in_order
 
+    def states(self, prompt: Prompt) -> Tensor:
+        """Hidden states [reads, h] of one prompt on the CPU, from an eager forward whatever the way."""
+        with torch.inference_mode(), _delta_rule(self._path):
+            return self._hidden(self._ids([prompt]))[0, list(prompt.reads)].cpu()
+
     def close(self) -> None:
         """Give back graphs and module. The weights are the engine's and stay."""
         if self._captured:
