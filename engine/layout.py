@@ -59,9 +59,9 @@ class Prompt:
 def checked_prompt(field: str, prompt: Prompt | Sequence[int], *, vocab_size: int, max_length: int) -> Prompt:
     """`prompt`, or token ids as one. Raises RequestError naming `field` for anything that the model cannot read."""
     ids = prompt.token_ids if isinstance(prompt, Prompt) else _token_ids(field, prompt)
-    outside = ids[(ids < 0) | (ids >= vocab_size)]
-    if len(outside):
-        raise RequestError(f"a token id must be from 0 to {vocab_size - 1}", field=field, value=int(outside[0]))
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        first = next(int(i) for i in ids if not 0 <= i < vocab_size)
+        raise RequestError(f"a token id must be from 0 to {vocab_size - 1}", field=field, value=first)
     if len(ids) > max_length:
         text = f"Input length {len(ids)} exceeds max_length={max_length}; no silent truncation"
         raise RequestError(text, field=field, value=len(ids))

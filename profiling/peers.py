@@ -233,9 +233,9 @@ def _delta_rule(path: str) -> Iterator[None]:
         vars(modeling).update(chosen)
 
 
-def _text_model(weights: Weights, d: ModelDimensions) -> Any:
-    """Transformers' module, made without memory of its own and then given the parameters."""
-    config = Qwen3_5TextConfig(
+def text_config(d: ModelDimensions) -> Qwen3_5TextConfig:
+    """Transformers' configuration of a text model with these dimensions."""
+    return Qwen3_5TextConfig(
         vocab_size=d.vocab_size,
         hidden_size=d.hidden_size,
         intermediate_size=d.intermediate_size,
@@ -251,6 +251,7 @@ def _text_model(weights: Weights, d: ModelDimensions) -> Any:
         linear_conv_kernel_dim=CONV_HISTORY + 1,
         rms_norm_eps=d.rms_norm_eps,
         max_position_embeddings=d.max_position_embeddings,
+        tie_word_embeddings=d.tie_word_embeddings,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": d.rope_theta,
@@ -258,6 +259,11 @@ def _text_model(weights: Weights, d: ModelDimensions) -> Any:
         },
         attn_implementation="sdpa",
     )
+
+
+def _text_model(weights: Weights, d: ModelDimensions) -> Any:
+    """Transformers' module, made without memory of its own and then given the parameters."""
+    config = text_config(d)
     with torch.device("meta"):
         model = modeling.Qwen3_5TextModel(config)
     model.requires_grad_(False)
