@@ -14,6 +14,7 @@ from rich.tree import Tree
 from engine.dimensions import ModelDimensions
 from engine.errors import shown
 from engine.layout import Layout, Segment
+from engine.memory import scratch_bytes
 from graphs.rungs import rung
 from ops.tables import CHUNK, MAX_ROWS
 
@@ -162,7 +163,7 @@ def _figures(layout: Layout, dimensions: ModelDimensions, dtype_bytes: int, name
         return sizes.buffers(kv_rows=sum(s.length for s in prefixes), slots=len(prefixes), states=states(prefixes))
 
     def scratch(rows: int) -> int:
-        return dimensions.pass_bytes(rung(rows), dtype_bytes)
+        return scratch_bytes(dimensions, rung(rows), dtype_bytes)
 
     return LayoutFigures(
         rows=layout.unique_rows,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.answers import Head, Provenance, Response, RunStatistics, answer_request, respond, scalar_scores
+from engine.answers import Head, Provenance, Response, answer_request, respond, scalar_scores
 from engine.auto import passes_of
 from engine.config import RANDOM, SPLITS, EngineConfig, resolve
 from engine.dimensions import ModelDimensions
@@ -33,9 +33,10 @@ from engine.loading import check_vocabulary, open_model
 from engine.memory import MemoryPlan, plan_memory
 from engine.model import Backbone, Weights
 from engine.prompts import build_prompts
-from engine.ranges import enable, span
+from engine.ranges import enable
 from engine.requests import Request, parse_request
 from engine.schedule import BufferSizes, Limits, Plan, plan_passes
+from engine.statistics import run_statistics
 from engine.tokens import Tokens
 from engine.tuning import prepare
 from engine.weights import Progress, load_weights
@@ -149,7 +150,7 @@ class Engine:
         for length in sorted(rows, reverse=True):
             length = min(length, self.config.max_length)
             self.hidden_states([Prompt(np.resize(np.arange(16, dtype=np.int32), length))])
-        self._queue.submit(self._executor.capture_missed).result()
+        self.settle()
 
     def like(self, **options: Any) -> Engine:
         """Another engine over the same weights with other run options (split, gemm, schedule, pack, graphs)."""
@@ -200,10 +201,11 @@ class Engine:
         """The candidates of each question of `request`, as token ids. Raises RequestError; runs nothing."""
         return self._prompts(self._parsed(request))
 
-    def forward(self, questions: Sequence[Sequence[Prompt]]) -> Forward:
+    def forward(self, questions: Sequence[Sequence[Prompt]], *, name: str | None = None) -> Forward:
         """Run the candidates of `questions`, as `prompts` gives them: a request without its text and head.
 
-        Raises RequestError for no candidate or one that the model cannot read, else what `submit` raises.
+        `name` is what a profiler's ranges call it. Raises RequestError for no candidate or one that the model cannot
+        read, else what `submit` raises.
         """
         if not questions or not all(questions):
             raise RequestError("there must be questions, and a candidate in each", field="questions")
@@ -215,11 +217,20 @@ class Engine:
         def run() -> Forward:
             _, plan = self._plan(checked)
             memory = self._memory(plan)
-            hidden, counters = self._executor.run(plan)
+            hidden, counters = self._executor.run(plan, name=name)
             rows = [hidden[list(places)] for places in plan.reads_of_prompt]
             return Forward(hidden=rows, counters=counters, memory=memory)
 
         return self._enqueue(run).result()
+
+    def settle(self) -> None:
+        """Wait until the graphs that earlier forwards missed are captured."""
+        self._queue.submit(self._executor.capture_missed).result()
+
+    @property
+    def weights(self) -> Weights:
+        """The fused weights on the device, for measurements beside this engine; not to be written."""
+        return self._weights
 
     @property
     def capture_seconds(self) -> dict[tuple[int, int], float]:
@@ -334,7 +345,8 @@ class Engine:
     def _memory(self, plan: Plan) -> MemoryPlan:
         buffers = self._executor.buffers.sizes_for(plan.buffers)
         rows = rung(max(one.rows for one in plan.passes))
-        return plan_memory(self.dimensions, rows=rows, reads=plan.num_reads, buffers=buffers, **_memory_of(self.config))
+        of_pass = {"rows": rows, "reads": plan.num_reads, "pool_rows": self._executor.pool_rows(rows)}
+        return plan_memory(self.dimensions, buffers=buffers, **of_pass, **_memory_of(self.config))
 
     def _fits(self, plan: Plan) -> bool:
         limit = self.config.memory.limit_gib
@@ -343,8 +355,7 @@ class Engine:
     def _answer(self, request: Request, questions: Sequence[Sequence[Prompt]]) -> Response:
         start = time.perf_counter()
         layout, plan = self._plan(questions)
-        with span("request", schedule=self.config.schedule, candidates=layout.num_prompts, rows=plan.rows):
-            hidden, counters = self._executor.run(plan)
+        hidden, counters = self._executor.run(plan)
         last = [places[-1] for places in plan.reads_of_prompt]
         states = hidden[last].float().numpy()
         if isinstance(self.head, LettersHead):
@@ -352,7 +363,7 @@ class Engine:
         else:
             answers = answer_request(request, scalar_scores(states, self.head), self.head.temperature)
         shares = self.config.schedule not in ("independent", "batched")
-        statistics = _statistics(layout, counters, shares=shares)
+        statistics = run_statistics(layout, counters, shares=shares)
         return respond(answers, self.head, statistics, self.provenance, time.perf_counter() - start)
 
 
@@ -379,21 +390,3 @@ def _run_metadata(config: EngineConfig) -> dict[str, Any]:
     made = config.checkpoint in (None, RANDOM)
     run = {name: getattr(config, name) for name in _RUN_OPTIONS}
     return {"weights": "random" if made else "checkpoint", "device": config.device, **run}
-
-
-def _statistics(layout: Layout, counters: Counters, *, shares: bool) -> RunStatistics:
-    rows, passes = counters.rows, counters.passes
-    prefix_rows = layout.request_prefix_tokens + layout.question_prefix_tokens
-    tree = "tree" in passes
-    return RunStatistics(
-        shares_prefixes=shares,
-        logical_input_tokens=layout.full_rows,
-        candidate_sequences=layout.num_prompts,
-        processed_input_tokens=counters.total_rows,
-        shared_prefix_tokens=layout.request_prefix_tokens,
-        question_prefix_tokens=layout.question_prefix_tokens,
-        prefill_calls=passes.get("prefix", 0) + passes.get("question", 0),
-        suffix_batches=passes.get("branch", 0) + passes.get("tree", 0),
-        suffix_tokens=counters.total_rows - prefix_rows if tree else rows.get("branch", 0),
-        max_suffix_batch=layout.num_prompts if tree else counters.most_branches,
-    )

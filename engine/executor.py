@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.auto import PassTimes
 from engine.errors import InferenceError
 from engine.model import Backbone
-from engine.ranges import span
+from engine.ranges import request_span, span
 from engine.schedule import BufferSizes, Pass, Plan
 from engine.snapshot import SnapshotBuffers
 from graphs.capture import CapturedForwards, Forward
@@ -74,14 +74,15 @@ class Executor:
         self._missed: dict[tuple[int, int], Tensor] = {}
         self.times = PassTimes()
 
-    def run(self, plan: Plan) -> tuple[Tensor, Counters]:
+    def run(self, plan: Plan, *, name: str | None = None) -> tuple[Tensor, Counters]:
         """Final hidden states [plan.num_reads, h] on the CPU in the model's dtype, and what was run.
 
-        Returns only after the device is done, also on error. Raises InferenceError when a pass fails.
+        `name` is what a profiler's ranges call it. Returns only after the device is done, also on error. Raises
+        InferenceError when a pass fails.
         """
         counters = Counters()
         try:
-            with self._on_device():
+            with self._on_device(), request_span(plan.schedule, name, rows=plan.rows, segments=plan.segments):
                 self._reserve(plan.buffers)
                 hidden = self._hidden_states(plan, counters).cpu()
         except Exception as error:
@@ -127,6 +128,10 @@ class Executor:
     def has_missed(self) -> bool:
         """Whether `capture_missed` has something to do."""
         return bool(self._missed)
+
+    def pool_rows(self, rows: int) -> int:
+        """Rows of the largest captured forward once one of `rows` is captured too; 0 where none is."""
+        return 0 if self.captured is None else max([rows, *(captured for captured, _ in self.captured.keys)])
 
     def release(self) -> None:
         """Wait for the device and drop graphs, buffers and weights; the executor is not used again."""

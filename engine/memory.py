@@ -15,7 +15,7 @@ WORKSPACE_BYTES = 96 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose. `pass_scratch` is the largest set of activations alive at once in one pass, `results` the final
-    hidden states of all reads."""
+    hidden states of all reads, `graphs` what captured graphs take, their pool of activations included."""
 
     weights: int
     snapshots: int
@@ -38,20 +38,34 @@ class MemoryPlan:
 
 
 def plan_memory(
-    dimensions: ModelDimensions, *, dtype_bytes: int, rows: int, reads: int, buffers: BufferSizes, graphs_bytes: int
+    dimensions: ModelDimensions,
+    *,
+    dtype_bytes: int,
+    rows: int,
+    reads: int,
+    buffers: BufferSizes,
+    graphs_bytes: int = 0,
+    pool_rows: int = 0,
 ) -> MemoryPlan:
     """For `reads` hidden states from passes of up to `rows` rows (a rung) over snapshot buffers of these sizes.
 
-    `graphs_bytes` is the bound on captured graphs.
+    `graphs_bytes` is the bound on captured graphs, `pool_rows` the rung of the largest of them: the pool that they
+    share keeps its activations, and a pass that has no graph yet needs room of its own beside it.
     """
+    pool = scratch_bytes(dimensions, pool_rows, dtype_bytes) if pool_rows else 0
     snapshot = dimensions.snapshot_bytes(dtype_bytes)
     return MemoryPlan(
         weights=dimensions.weight_bytes(dtype_bytes).total,
         snapshots=snapshot.buffers(kv_rows=buffers.kv_rows, slots=buffers.slots, states=buffers.states),
-        pass_scratch=dimensions.pass_bytes(rows, dtype_bytes) + delta_rule_scratch(dimensions, rows, dtype_bytes),
+        pass_scratch=scratch_bytes(dimensions, rows, dtype_bytes),
         results=reads * dimensions.hidden_size * dtype_bytes,
-        graphs=graphs_bytes,
+        graphs=graphs_bytes + pool,
     )
+
+
+def scratch_bytes(dimensions: ModelDimensions, rows: int, dtype_bytes: int) -> int:
+    """The largest set of activations alive at once in a pass of `rows` rows (a rung)."""
+    return dimensions.pass_bytes(rows, dtype_bytes) + delta_rule_scratch(dimensions, rows, dtype_bytes)
 
 
 def delta_rule_scratch(dimensions: ModelDimensions, rows: int, dtype_bytes: int) -> int:

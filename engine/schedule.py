@@ -61,6 +61,7 @@ class Pass:
 class Plan:
     """Passes in the order they run, the buffers they need, and for each prompt the places of its reads."""
 
+    schedule: str
     passes: tuple[Pass, ...]
     buffers: BufferSizes
     num_reads: int
@@ -69,6 +70,10 @@ class Plan:
     @property
     def rows(self) -> int:
         return sum(p.rows for p in self.passes)
+
+    @property
+    def segments(self) -> int:
+        return sum(len(p.entries) for p in self.passes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +101,9 @@ class _Planner:
                     self.places[segment, row] = len(self.places)
                     self.reads_of_segment.setdefault(segment, []).append(row)
 
-    def plan(self) -> Plan:
+    def plan(self, schedule: str) -> Plan:
         return Plan(
+            schedule=schedule,
             passes=tuple(self.passes),
             buffers=self.sizes,
             num_reads=len(self.places),
@@ -202,7 +208,7 @@ def plan_passes(layout: Layout, *, schedule: str, pack: str, limits: Limits) -> 
     else:
         assert schedule == "tree", schedule
         _plan_tree(planner)
-    return planner.plan()
+    return planner.plan(schedule)
 
 
 def _plan_levels(planner: _Planner, *, one_by_one: bool) -> None:

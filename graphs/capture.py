@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,7 +28,16 @@ Key = tuple[int, int]
 MOST_GRAPH_BYTES = 16 * 2**20
 """No graph is charged with more: what other processes allocate meanwhile looks like a graph's own memory."""
 
+_CAPTURING = threading.Lock()
+"""One capture at a time in a process: all use one stream of their device."""
+
 logger = logging.getLogger("forkgraph")
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """For the captures of every engine on a device: the BLAS library keeps a workspace for each stream it has seen."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class CapturedForwards:
     def __init__(self, forward: Forward, *, words: int, device: torch.device, limit_bytes: int) -> None:
         self._forward, self._device, self._limit = forward, device, limit_bytes
         self._tables = torch.zeros(words, dtype=torch.int32, device=device)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _stream_of(device)
         self._captured: OrderedDict[Key, _Captured] = OrderedDict()
         self._failed: set[Key] = set()
         self._pool: Any = None
@@ -83,6 +94,10 @@ class CapturedForwards:
 
         A capture that fails is reported once and leaves the eager forward in charge of that key.
         """
+        with _CAPTURING:
+            self._capture(rows, reads, tables)
+
+    def _capture(self, rows: int, reads: int, tables: Tensor) -> None:
         start = time.perf_counter()
         before = self._own_bytes()
         graph = torch.cuda.CUDAGraph()

@@ -49,10 +49,11 @@ def environment() -> dict[str, Any]:
     return found
 
 
-def clocks() -> dict[str, str]:
-    """Clocks, power, temperature and throttle reasons now; logged, never changed."""
+def clocks(device: torch.device | str = "cuda:0") -> dict[str, str]:
+    """Clocks, power, temperature and throttle reasons of `device` now; logged, never changed."""
     fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu", "clocks_event_reasons.active")
-    line = _command("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader").split("\n")[0]
+    uuid = torch.cuda.get_device_properties(device).uuid  # its number there need not be the one here
+    line = _command("nvidia-smi", f"--id=GPU-{uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
     return dict(zip(fields, (part.strip() for part in line.split(",")), strict=False))
 
 
@@ -112,7 +113,7 @@ class Results:
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             **asdict(record),
             "median_us": record.median_us,
-            "clocks": clocks(),
+            "clocks": clocks() if torch.cuda.is_available() else {},
             "environment": environment(),
         }
         with self.path.open("a") as file:

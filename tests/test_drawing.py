@@ -10,8 +10,9 @@ from rich.console import Console
 from engine.dimensions import DIMENSIONS
 from engine.drawing import ExplainReport, explain_report, readable
 from engine.layout import Prompt, build_layout, independent_layout
+from engine.memory import scratch_bytes
 from graphs.rungs import rung
-from ops.tables import MAX_ROWS
+from ops.tables import MAX_ROWS, chunk_capacity
 
 NINE = DIMENSIONS["9b"]
 KIB, MIB = 2**10, 2**20
@@ -79,8 +80,9 @@ def test_bytes_of_a_small_request():
     assert aligned.question_snapshot_bytes == state + slot + 64 * token
     assert exact.tree_state_bytes == 2 * state
     row = (3 * 4_096 + 3 * 12_288) * 2
-    assert exact.levels_scratch_bytes == rung(348) * row
-    assert exact.tree_scratch_bytes == rung(538) * row
+    chunk = 32 * 2 * 64 * 64 * 2  # the inverse and the scores of every value head
+    assert exact.levels_scratch_bytes == rung(348) * row + chunk_capacity(rung(348)) * chunk
+    assert exact.tree_scratch_bytes == rung(538) * row + chunk_capacity(rung(538)) * chunk
     assert found.weight_bytes == NINE.weight_bytes(2).total
 
 
@@ -88,7 +90,7 @@ def test_a_tree_above_the_row_limit_is_told_apart_from_levels_that_run_in_severa
     found = report(request((0, [9_000, 9_000]), state=10), splits=("exact",))
     exact = found.layouts["exact"]
     assert exact.tree_scratch_bytes is None
-    assert exact.levels_scratch_bytes == NINE.pass_bytes(MAX_ROWS, 2)
+    assert exact.levels_scratch_bytes == scratch_bytes(NINE, MAX_ROWS, 2)
     assert "too large" in drawn(found)
 
 

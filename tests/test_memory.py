@@ -95,6 +95,13 @@ def test_scratch_of_the_delta_rule_stops_growing_at_the_most_chunks() -> None:
     assert delta_rule_scratch(ModelDimensions.from_config(attention_only), 64, 2) == 0
 
 
+def test_the_pool_of_graphs_holds_the_activations_of_the_largest() -> None:
+    sizes = {"dtype_bytes": 2, "rows": 64, "reads": 1, "buffers": BufferSizes()}
+    without, pooled = plan_memory(NINE, **sizes), plan_memory(NINE, **sizes, graphs_bytes=MIB, pool_rows=1_088)
+    assert pooled.pass_scratch == without.pass_scratch
+    assert pooled.graphs == MIB + NINE.pass_bytes(1_088, 2) + delta_rule_scratch(NINE, 1_088, 2)
+
+
 def test_a_plan_reads_as_its_figures() -> None:
     plan = MemoryPlan(weights=3 * GIB, snapshots=GIB // 2, pass_scratch=GIB, results=0, graphs=0, workspace=GIB // 4)
     assert str(plan) == (
@@ -144,9 +151,9 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     plain = Executor.run
 
-    def recorded(self: Executor, plan: Plan) -> Any:
+    def recorded(self: Executor, plan: Plan, **options: Any) -> Any:
         seen.extend(one.rows for one in plan.passes)
-        return plain(self, plan)
+        return plain(self, plan, **options)
 
     monkeypatch.setattr(Executor, "run", recorded)
     return seen

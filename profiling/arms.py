@@ -1,0 +1,129 @@
+"""The arms of the comparison: each answers the same questions over one set of weights, in its own way.
+
+Knows neither files nor gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Protocol
+
+import torch
+from compare_options import ENGINE_ARMS
+from torch import Tensor
+
+from engine.engine import Engine
+from engine.layout import Prompt, build_layout, independent_layout
+
+Questions = Sequence[Sequence[Prompt]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One forward: `hidden` [candidates, h] of each candidate's last row on the CPU, and what was run for it.
+
+    `rows` are true rows, padding not counted, and `passes` calls, by kind. `planned` are bytes by purpose, for arms
+    that plan them.
+    """
+
+    hidden: Tensor
+    rows: dict[str, int]
+    passes: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+
+
+class Arm(Protocol):
+    name: str
+    held_bytes: int
+    """What it keeps on the device between forwards, as measured so far; the weights are not its own."""
+
+    def warm_up(self, questions: Questions) -> None:
+        """Compile and load what any request needs, by answering a small one."""
+
+    def forward(self, questions: Questions) -> Outcome: ...
+
+    def settle(self) -> float:
+        """Wait for what was queued behind the last forward; the seconds of all captures since the last call."""
+
+    def close(self) -> None: ...
+
+
+class EngineArm:
+    """An engine over the weights of another, with some run options changed."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        """Raises ConfigError for options that cannot run here."""
+        self.name, self.held_bytes = name, 0
+        self.engine = engine.like(**ENGINE_ARMS[name])
+        self._captures: dict[tuple[int, int], float] = {}
+
+    def warm_up(self, questions: Questions) -> None:
+        self.engine.warm_up()
+
+    def forward(self, questions: Questions) -> Outcome:
+        done = self.engine.forward(questions)
+        planned = {k: v for k, v in asdict(done.memory).items() if k != "weights"}
+        hidden = torch.stack([rows[-1] for rows in done.hidden])
+        return Outcome(hidden=hidden, rows=done.counters.rows, passes=done.counters.passes, planned=planned)
+
+    def settle(self) -> float:
+        if self.engine.config.graphs != "captured":
+            return 0.0
+        self.engine.settle()
+        before, self._captures = self._captures, self.engine.capture_seconds
+        # A graph that was captured again took another time.
+        return sum(seconds for key, seconds in self._captures.items() if before.get(key) != seconds)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class PeerArm:
+    """Transformers over the engine's weights."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        """Raises ConfigError for a path or way that cannot run here."""
+        from peers import Peer  # transformers takes seconds to import
+
+        _, path, self._way = name.split("/")
+        self.name, self.held_bytes = name, 0
+        self.peer = Peer(engine.weights, engine.dimensions, path=path, way=self._way)
+        self._captured = 0.0
+
+    def warm_up(self, questions: Questions) -> None:
+        self.peer.forward(questions)
+
+    def forward(self, questions: Questions) -> Outcome:
+        hidden = self.peer.forward(questions)
+        rows = rows_of(questions, shared=self._way == "forked")
+        return Outcome(hidden=hidden, rows={"peer": rows})
+
+    def settle(self) -> float:
+        """A peer captures in `forward`, and adds up what each length took."""
+        before, self._captured = self._captured, sum(self.peer.capture_seconds.values())
+        return self._captured - before
+
+    def close(self) -> None:
+        self.peer.close()
+
+
+def open_arm(name: str, engine: Engine) -> Arm:
+    return EngineArm(name, engine) if name in ENGINE_ARMS else PeerArm(name, engine)
+
+
+def rows_of(questions: Questions, *, shared: bool) -> int:
+    """Rows of all prompts: whole, or with the prefix that all of them share read once."""
+    if not shared:
+        return independent_layout(questions).full_rows
+    return build_layout(questions, "exact", question_prefixes=False).unique_rows
+
+
+def first_candidates(questions: Questions, most: int | None) -> list[list[Prompt]]:
+    """The questions cut after `most` candidates in all; those that are left without any are dropped."""
+    kept: list[list[Prompt]] = []
+    for prompts in questions:
+        room = len(prompts) if most is None else most - sum(map(len, kept))
+        if room > 0:
+            kept.append(list(prompts[:room]))
+    return kept

@@ -1,0 +1,155 @@
+"""One workload in its steady state inside a capture range, for a profiler to watch.
+
+    python profiling/session.py trace=true out=FOLDER
+    profiling/nsys.sh model=9b checkpoint=random tokenizer=FOLDER workload=m1/1024x32 out=FOLDER
+
+Loading, compiling, capturing and two warm-up runs come before the range, which cudaProfilerStart and cudaProfilerStop
+bound. Requests and passes are named ranges with their numbers (engine/ranges.py): NVTX, or with `trace=true` those of
+torch.profiler; two profilers cannot watch one process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TextIO
+
+import torch
+from manifest import SETS, Workload, workloads
+from measure import environment
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+
+from engine import ranges
+from engine.batch import Load
+from engine.cli import config_text, run_command, write_whole
+from engine.config import EngineConfig, nearest, resolve
+from engine.engine import Engine, Forward
+from engine.errors import ConfigError
+from engine.layout import Prompt
+
+WARM_UPS = 2
+"""The first run misses graphs, which are then captured; the second replays them."""
+
+
+@dataclass(kw_only=True)
+class SessionConfig(EngineConfig):
+    """`python profiling/session.py`."""
+
+    workload: str = "m1/1024x32"
+    """Name of a request of the manifest."""
+    repeats: int = 5
+    """Runs inside the capture range."""
+    trace: bool = False
+    """Write a trace of torch.profiler, and emit the ranges into it instead of NVTX."""
+    out: str | None = None
+    """Folder for the report and its configuration; it must hold no other session."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.repeats < 1:
+            raise ConfigError(f"repeats={self.repeats} is not a whole number of at least 1")
+
+
+def main() -> None:
+    def job(config: SessionConfig) -> int:
+        return session(config, load=Engine.load, stderr=sys.stderr)
+
+    sys.exit(run_command("session", SessionConfig, job))
+
+
+def session(config: SessionConfig, *, load: Load, stderr: TextIO) -> int:
+    """Run `config.workload` and write what was run to `config.out`. Raises ConfigError for options that cannot work."""
+    config = replace(resolve(config), nvtx=not config.trace)
+    workload, folder = workload_named(config.workload), _new_folder(config.out)
+    engine_config = EngineConfig(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})
+    with load(engine_config) as engine:
+        questions = engine.prompts(workload.body)
+        for _ in range(WARM_UPS):
+            engine.forward(questions)
+            if config.graphs == "captured":
+                engine.settle()
+        with _traced(folder / "trace.json") if config.trace else _capture_range(config.device):
+            runs = [_timed(engine, questions, workload.name) for _ in range(config.repeats)]
+    forward = runs[-1][0]
+    facts = {
+        "workload": workload.name,
+        "sha256": workload.sha256,
+        "candidates": workload.candidates,
+        "rows": forward.counters.rows,
+        "passes": forward.counters.passes,
+        "planned_bytes": asdict(forward.memory),
+        "profiled_ms": [ms for _, ms in runs],
+        "environment": environment(),
+    }
+    write_whole(folder / "config.yaml", config_text(config))
+    write_whole(folder / "session.json", json.dumps(facts, indent=1) + "\n")
+    print(f"session: {workload.name} ran {config.repeats} times; configuration in {folder}", file=stderr)
+    return 0
+
+
+def workload_named(name: str) -> Workload:
+    """A request of the manifest. Raises ConfigError for a name that it does not have."""
+    found = {workload.name: workload for workload in workloads([s for s in SETS if s == name.partition("/")[0]])}
+    if name not in found:
+        close = nearest(name, found or SETS)
+        raise ConfigError(f"workload={name} is not in the manifest{close}; names look like m1/1024x32")
+    return found[name]
+
+
+def _new_folder(out: str | None) -> Path:
+    """The folder, made if need be. A profiler may have begun its report there, but no session ended in it."""
+    if not out:
+        raise ConfigError("out is missing; name a folder for the report, as in out=/tmp/session")
+    folder = Path(out).expanduser()
+    if (folder / "config.yaml").exists():
+        raise ConfigError(f"out={out} holds an earlier session; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out={out}: {error.strerror}") from None
+    return folder
+
+
+def _timed(engine: Engine, questions: Sequence[Sequence[Prompt]], name: str) -> tuple[Forward, float]:
+    """One run, and milliseconds from token ids to hidden states on the host."""
+    start = time.perf_counter()
+    forward = engine.forward(questions, name=name)
+    return forward, (time.perf_counter() - start) * 1e3
+
+
+@contextmanager
+def _capture_range(device: str) -> Iterator[None]:
+    """What a profiler records that waits for cudaProfilerStart; nothing on a CPU."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    try:
+        yield
+        torch.cuda.synchronize(device)
+    finally:
+        torch.cuda.profiler.stop()
+
+
+@contextmanager
+def _traced(path: Path) -> Iterator[None]:
+    """A Chrome trace of torch.profiler with the project's ranges."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    # Requests run on the engine's own thread, which was there before.
+    with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
+        ranges.enable(record_function)
+        yield
+    unfinished = path.with_name(f".{os.getpid()}.{path.name}")
+    profiler.export_chrome_trace(str(unfinished))
+    unfinished.replace(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+# shellcheck shell=bash
+# What nsys.sh and ncu.sh share: the folder of the report, the tool, and commands that are printed or run.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+program=$(basename "$0")
+# shellcheck disable=SC2034 # of those who source this
+python=${PYTHON:-python3}
+dry_run=false
+
+refuse() {
+    echo "$program: $1" >&2
+    exit 2
+}
+
+# The value of the last NAME=value among the other arguments, or nothing.
+option() {
+    local name=$1 word value=
+    shift
+    for word in "$@"; do
+        case $word in "$name="*) value=${word#*=} ;; esac
+    done
+    echo "$value"
+}
+
+# prepare TOOL PRODUCT OPTIONS...: sets `out`, the folder for the report, and makes it. Ends with code 2 without one, with
+# one in use, or without the tool.
+prepare() {
+    local tool=$1 product=$2
+    shift 2
+    out=$(option out "$@")
+    out=${out/#"~/"/"$HOME/"} # as session.py reads it
+    [ -n "$out" ] || refuse "out is missing; name a folder for the report, as in out=/tmp/session"
+    [ ! -e "$out/config.yaml" ] || refuse "out=$out holds an earlier session; name another folder"
+    $dry_run && return
+    command -v "$tool" >/dev/null || refuse "$tool is not on the PATH; install NVIDIA's $product or add its folder to PATH"
+    mkdir -p "$out" || refuse "out=$out: cannot be made"
+}
+
+# Runs a command, or prints it under --dry-run.
+run() {
+    if $dry_run; then
+        printf '%q ' "$@"
+        echo
+    else
+        PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$@"
+    fi
+}
+
+# Runs a command with its output in FILE, which appears when it is complete.
+run_into() {
+    local file=$1 status=0
+    shift
+    if $dry_run; then
+        run "$@"
+        return
+    fi
+    run "$@" >"$file.$$" || status=$?
+    if [ "$status" -ne 0 ]; then
+        rm -f "$file.$$"
+        return "$status"
+    fi
+    mv "$file.$$" "$file"
+}
