@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import gates
 import torch
 from arms import Arm, Outcome, Questions, first_candidates, open_arm
 from cases import Ceilings
+from compare_forecast import ENOUGH_MS, Forecast
 from compare_journal import FEASIBILITY, OUT_OF_BUDGET, PASSES, RUN, Cell, Journal, Preparation, RequestFacts
 from compare_options import BASE, GEMM_ONLY_SETS, REFERENCE, SCALABLE_ARMS, CompareConfig
 from gemm_only import gemm_only_cost, gemm_only_us, matrices_of
@@ -28,8 +29,6 @@ from engine.errors import CapacityError, ConfigError, ForkgraphError
 from engine.layout import build_layout
 from engine.requests import Request, parse_request
 
-_ENOUGH_MS = 300.0
-"""No further sample is taken once those of a cell took this long together."""
 _RETAKES = 2
 """Forwards that ran beside captures are left out of the samples, but not more of them."""
 _CLOCKS_S = 5.0
@@ -78,18 +77,18 @@ class Comparison:
     arms: dict[str, Arm] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
     """Hidden states of the request at hand, by arm."""
-    _largest: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Rows and seconds of each arm's largest request so far."""
-    _promised: float = 0.0
-    """Seconds that the measured passes will take of what the feasibility pass ran so far."""
+    forecast: Forecast = field(init=False)
     _clocks: tuple[float, dict[str, str]] = (float("-inf"), {})
+
+    def __post_init__(self) -> None:
+        self.forecast = Forecast(few=self.config.few, samples=self.config.samples)
 
     def run(self) -> bool:
         """All passes; False when a gate failed, which ends the run. Raises what base and reference raise at start."""
         tasks = [self._read(workload) for workload in self.workloads]
         m4 = [task.name for task in tasks if task.workload.set == "m4"]
         for cell in self.journal.cells.values():
-            self._learn(cell)
+            self.forecast.learn(cell)
         try:
             self._open(min(tasks, key=lambda task: sum(map(len, first_candidates(task.questions, 1)[0]))))
             for number in PASSES:
@@ -140,6 +139,7 @@ class Comparison:
     def _group(self, number: int, task: Task) -> None:
         """One request by every arm, in the other order in every second pass."""
         self.states.clear()
+        self.forecast.renew()
         facts = self._facts(task)
         start, done = time.perf_counter(), []
         for name in list(self.arms)[:: -1 if number % 2 == 0 else 1]:
@@ -148,7 +148,7 @@ class Comparison:
                 continue
             cell = self._cell(number, task, facts, self.arms[name])
             self.journal.add(cell)
-            self._learn(cell)
+            self.forecast.learn(cell)
             done.append(cell)
         if number == FEASIBILITY:
             self._differences(task, facts)
@@ -190,11 +190,7 @@ class Comparison:
         first = self.journal.cells.get((FEASIBILITY, task.name, arm.name))
         if first is not None and not first.ran:
             return Cell(status=first.status, **what)
-        predicted = self._predicted(first, facts, arm.name, what["logical_tokens"])
-        if number == FEASIBILITY:  # what is begun is also measured: no time is spent on what there is no more time for
-            share = self._measured_share(arm.name, facts.candidates, what["candidates_run"])
-            predicted = predicted * (1 + share * (len(PASSES) - 1)) + self._promised
-        if predicted > self.left_seconds:
+        if self._predicted(first, facts, arm.name, what) > self.left_seconds:
             return Cell(status=OUT_OF_BUDGET, **what)
         start, before = time.perf_counter(), self._allocated()
         if self._on_gpu:
@@ -202,7 +198,7 @@ class Comparison:
         samples: list[float] = []
         retaken, captured, wanted = 0, 0.0, 1 if number == FEASIBILITY else self.config.samples
         try:
-            while len(samples) < wanted and sum(samples) < _ENOUGH_MS:
+            while len(samples) < wanted and sum(samples) < ENOUGH_MS:
                 outcome, ms, seconds = _timed(arm, questions)
                 captured += seconds
                 if seconds and number != FEASIBILITY and retaken < _RETAKES:
@@ -228,27 +224,15 @@ class Comparison:
             seconds=time.perf_counter() - start, **what,
         )  # fmt: skip
 
-    def _learn(self, cell: Cell) -> None:
-        if not cell.ran or cell.pass_number != FEASIBILITY:
-            return
-        share = self._measured_share(cell.arm, cell.candidates, cell.candidates_run)
-        self._promised += share * (len(PASSES) - 1) * (cell.seconds - cell.capture_seconds)
-        rows = sum(cell.rows.values())
-        if rows >= self._largest.get(cell.arm, (0, 0.0))[0]:
-            self._largest[cell.arm] = rows, cell.seconds
-
-    def _measured_share(self, arm: str, candidates: int, run: int) -> float:
-        """What a measured pass runs of what the feasibility pass ran."""
-        return min(self.config.few.get(arm, candidates), candidates) / run
-
-    def _predicted(self, first: Cell | None, facts: RequestFacts, arm: str, tokens: int) -> float:
-        """Seconds of a cell: those of its `first` run, in the feasibility pass; for that one, by the rows of this arm's
-        largest request so far, or for an arm that ran none by the slowest of the others."""
+    def _predicted(self, first: Cell | None, facts: RequestFacts, arm: str, what: Mapping[str, Any]) -> float:
+        """Seconds of a cell, and in the feasibility pass those of all that is to be measured too: nothing is begun that
+        there is no time to measure."""
         if first is not None:
-            return first.seconds * tokens / first.logical_tokens
-        rows = tokens if arm in SCALABLE_ARMS else facts.unique_rows
-        known = [self._largest[arm]] if arm in self._largest else list(self._largest.values())
-        return rows * max((seconds / most for most, seconds in known), default=0.0)
+            return self.forecast.measured(first)
+        rows = what["logical_tokens"] if arm in SCALABLE_ARMS else facts.unique_rows
+        share = self.forecast.share(arm, facts.candidates, what["candidates_run"])
+        once = self.forecast.feasibility(arm, rows)
+        return once * (1 + share * (len(PASSES) - 1)) + self.forecast.promised
 
     def _differences(self, task: Task, facts: RequestFacts) -> None:
         head = self.owner.head

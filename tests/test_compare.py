@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))  #
 import arms
 import compare
 import compare_loop
+from compare_forecast import Forecast
 from compare_journal import Cell, Journal, Preparation
 from compare_options import CompareConfig, GatesConfig
 
@@ -342,13 +343,16 @@ class TestBudget:
         task = comparison._read(WORKLOADS[0])
         facts = replace(comparison._facts(task), unique_rows=100)
         arm: Any = Capturing(0)
-        for seconds, status in ((7.0, "run"), (9.0, "not run: budget")):
-            comparison._largest, comparison._promised = {"base": (100, seconds)}, 35.0
+        for seconds, status in ((3.5, "run"), (4.5, "not run: budget")):  # for 100 rows, with as much slack
+            comparison.forecast = Forecast(few={}, samples=1)
+            comparison.forecast.learn(replace(CELL, rows={"tree": 100}, seconds=seconds))
+            comparison.forecast.promised = 35.0
             assert comparison._cell(0, task, facts, arm).status == status
-        comparison.journal.add(comparison._cell(0, task, facts, arm))
+        slow = replace(CELL, request=task.name, rows={"tree": 100}, seconds=70.0)
+        comparison.journal.add(slow)
+        comparison.forecast = Forecast(few={}, samples=1)
+        comparison.forecast.learn(slow)
         assert comparison._cell(1, task, facts, arm).status == "not run: budget"
-        comparison._learn(replace(CELL, seconds=4.0, capture_seconds=1.0))
-        assert comparison._promised == 41.0
 
     def test_earlier_starts_count(self, tmp_path: Path) -> None:
         description = {"configuration": {}}
