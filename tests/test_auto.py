@@ -51,17 +51,19 @@ def test_above_what_is_measured_time_grows_with_rows_once_weights_are_read_anywa
     assert few.predict(1_024) == pytest.approx(2.0 * 1_024 / 256)
 
 
-def test_without_a_measurement_rows_decide_and_small_passes_cost_the_same() -> None:
+def test_without_a_measurement_rows_decide_and_every_pass_costs_something() -> None:
     times = PassTimes()
-    assert times.predict(1) == times.predict(256) == 256
-    assert times.predict(1_000) == rung(1_000)
+    assert times.predict(1) == times.predict(256) == 256 + 64
+    assert times.predict(1_000) == rung(1_000) + 64
     assert times.predict(300) > times.predict(256)
+    assert rung(2_123) > rung(1_048) + rung(1_075), "padding alone would have it in two"
+    assert times.seconds([2_123]) < times.seconds([1_048, 1_075])
 
 
 def test_passes_add_up_and_one_above_the_largest_rung_runs_in_several() -> None:
-    assert PassTimes().seconds([300, 0, 10]) == rung(300) + 256
+    assert PassTimes().seconds([300, 0, 10]) == rung(300) + 256 + 2 * 64
     assert measured(r64=9.0, r704=10.0).seconds([700]) < measured(r64=9.0, r704=10.0).seconds([300, 300])
-    assert PassTimes().seconds([2 * LADDER[-1] + 1]) == 2 * LADDER[-1] + 256
+    assert PassTimes().seconds([2 * LADDER[-1] + 1]) == 2 * LADDER[-1] + 256 + 3 * 64
 
 
 @pytest.mark.parametrize(("prefix", "own"), [(300, 20), (0, 70), (300, 0)])

@@ -275,3 +275,27 @@ def test_wrong_token_ids_are_refused_before_any_forward(
     with pytest.raises(RequestError, match=text):
         engine.hidden_states(prompts)
     assert ran == []
+
+
+def test_a_forward_over_the_prompts_of_a_request_runs_what_its_answer_ran(engine: Engine) -> None:
+    response = engine.score(TICKET)
+    questions = engine.prompts(TICKET)
+    names = list(TICKET["questions"])
+    assert [len(candidates) for candidates in questions] == [
+        len(parse_request(TICKET).questions[name].candidates) for name in names
+    ]
+    done = engine.forward(questions)
+    flat = [prompt for candidates in questions for prompt in candidates]
+    assert len(done.hidden) == len(flat) == response.metadata["candidate_sequences"]
+    assert done.counters.total_rows == response.metadata["prefix_cache"]["processed_input_tokens"]
+    assert done.memory.snapshots > 0
+    for prompt, hidden in zip(flat, done.hidden, strict=True):
+        assert torch.equal(engine.hidden_states([prompt])[0], hidden)
+
+
+def test_a_forward_over_nothing_is_refused(engine: Engine) -> None:
+    for questions in ([], [[]], [[Prompt(np.array([1], np.int32))], []]):
+        with pytest.raises(RequestError, match="questions: there must be questions, and a candidate in each"):
+            engine.forward(questions)
+    with pytest.raises(RequestError, match=r"questions\[1\]\[0\]: a token id must be from 0 to 831 \(got 900\)"):
+        engine.forward([[Prompt(np.array([1], np.int32))], [Prompt(np.array([900], np.int32))]])
