@@ -100,19 +100,21 @@ class CapturedForwards:
     def _capture(self, rows: int, reads: int, tables: Tensor) -> None:
         start = time.perf_counter()
         before = self._own_bytes()
-        graph = torch.cuda.CUDAGraph()
         self._tables.copy_(tables)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            with (
-                _no_collection(),
-                torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                hidden = self._forward(self._tables, rows, reads)
+            try:
+                graph, hidden = self._graph_of(rows, reads)
+            except Exception as error:
+                # What is compiled or set up at a first run cannot be part of a capture; run before, it is done.
+                logger.info("%d rows, %d reads are captured again after a run (%s)", rows, reads, error)
+                self._abandon()
+                with torch.cuda.stream(self._stream):
+                    self._forward(self._tables, rows, reads)
+                graph, hidden = self._graph_of(rows, reads)
         except Exception as error:
-            torch.cuda.synchronize(self._device)
+            self._abandon()
             self._failed.add((rows, reads))
-            self._pool = None  # an invalid capture leaves it open, and no other one can begin in it
             logger.warning("no CUDA graph for %d rows, %d reads (%s); it runs uncaptured", rows, reads, error)
             return
         self._pool = graph.pool()
@@ -123,6 +125,21 @@ class CapturedForwards:
         self.replay_seconds[rows, reads] = self._timed(graph)
         while len(self._captured) > 1 and sum(c.bytes for c in self._captured.values()) > self._limit:
             self._captured.popitem(last=False)
+
+    def _graph_of(self, rows: int, reads: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The graph of a forward over the static tables, and where its replays leave their result."""
+        graph = torch.cuda.CUDAGraph()
+        with (
+            _no_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            hidden = self._forward(self._tables, rows, reads)
+        return graph, hidden
+
+    def _abandon(self) -> None:
+        """After a capture that failed: it leaves the pool open, and no other one can begin in it."""
+        torch.cuda.synchronize(self._device)
+        self._pool = None
 
     def _own_bytes(self) -> int:
         """Device memory in use that is not the allocator's."""
