@@ -4,7 +4,8 @@ Two sets of requests. `matrix`: every prefix length around the borders of chunks
 long branches. `random`: layouts of 1 to 300 segments, two and three levels. Each is run by every schedule and split
 with eager, compiled and captured forwards; a captured one counts both as it is missed and as it is replayed.
 
-    python profiling/equality.py --model 9b --gemm fixed,tuned --random 200
+    python profiling/equality.py --model 9b --gemm fixed,tuned
+    python profiling/equality.py --model 9b --gemm fixed --layers 4 --random 200
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
-from cases import print_table, progress, several, without_cuda
+from cases import positive, print_table, progress, several, without_cuda
 from forward import (
     GRAPHS,
     HANDLES,
@@ -145,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--graphs", type=several(str, GRAPHS), default=list(GRAPHS), metavar="A,B", help=f"of {', '.join(GRAPHS)} (all)"
     )
+    p.add_argument("--layers", type=positive, metavar="N", help="only the first N layers (all)")
     p.add_argument("--random", type=int, default=0, metavar="N", help="also N random layouts (%(default)s)")
     p.add_argument("--out", type=Path, metavar="FILE", help="append one JSON line per set and handle to FILE")
     return p
@@ -155,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if without_cuda("equality"):
         return 2
     dimensions, table, failed = DIMENSIONS[arguments.model], [], False
+    dimensions = replace(dimensions, layer_types=dimensions.layer_types[: arguments.layers])
     weights = random_weights(dimensions, positions=LONGEST)
     if "tuned" in arguments.gemm:
         prepare(dimensions, device=torch.device("cuda", 0), cache_dir=default_cache_dir())
@@ -172,7 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             table += [(gemm, name, c.graphs, c.schedule, c.split, str(c.equal), str(c.differing)) for c in cells]
             if arguments.out is not None:
                 configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "set": name}
-                configuration |= {"requests": len(requests), "cells": [vars(c) for c in cells]}
+                configuration |= {
+                    "layers": dimensions.num_hidden_layers,
+                    "requests": len(requests),
+                    "cells": [vars(c) for c in cells],
+                }
                 configuration |= {"equal": equal, "differing": differing}
                 record = Record(
                     kind="equality",
