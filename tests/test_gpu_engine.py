@@ -46,9 +46,9 @@ def cache_dir() -> Iterator[str]:
         yield folder
 
 
-def loaded(cache_dir: str, *, device: str = "cuda", **options: Any) -> Engine:
+def loaded(cache_dir: str, *, device: str = "cuda", gemm: str = "fixed", **options: Any) -> Engine:
     """With `fixed`, which needs no search for the fastest products of this small model."""
-    return Engine.load(device=device, cache_dir=cache_dir, gemm="fixed", **options)
+    return Engine.load(device=device, cache_dir=cache_dir, gemm=gemm, **options)
 
 
 def answers(engine: Engine, request: dict[str, Any]) -> Any:
@@ -80,15 +80,17 @@ def test_a_loaded_engine_compiles_nothing_more_and_answers_as_eager_does(cache_d
             assert [answers(alone, request) for request in (TICKET, LONG)] == found[:2]
 
 
-@pytest.mark.parametrize("schedule", ["independent", "tree"])
+@pytest.mark.parametrize(
+    ("schedule", "gemm"), [("independent", "default"), ("independent", "fixed"), ("tree", "fixed")]
+)
 def test_an_engine_that_is_the_first_with_its_products_is_captured(
-    cache_dir: str, schedule: str, caplog: pytest.LogCaptureFixture
+    cache_dir: str, schedule: str, gemm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing was compiled for them before, by another engine or another schedule."""
     regions.compiled.cache_clear()
     torch._logging.set_logs(recompiles=True)  # so that a failure says what was compiled again, and why
     try:
-        with caplog.at_level(logging.INFO, "forkgraph"), loaded(cache_dir, schedule=schedule) as engine:
+        with caplog.at_level(logging.INFO, "forkgraph"), loaded(cache_dir, schedule=schedule, gemm=gemm) as engine:
             found = [answers(engine, request) for request in (TICKET, LONG)]
             settled(engine)
             assert [answers(engine, request) for request in (TICKET, LONG)] == found
