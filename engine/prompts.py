@@ -54,24 +54,23 @@ def build_prompts(request: Request, tokens: Tokens, max_length: int) -> Prompts:
 
     Raises `RequestError` naming the question if a prompt is longer than `max_length` tokens; nothing is cut.
     """
-    known: dict[Piece, Ids] = {}
-
-    def join(*pieces: Piece) -> Ids:
-        for piece in pieces:
-            if piece not in known:
-                known[piece] = tokens.encode(piece)
-        return np.concatenate([known[piece] for piece in pieces])
-
     context = context_piece(request.state)
+    parts = {
+        id: (question_piece(question), option_pieces(question), closing_piece(question))
+        for id, question in request.questions.items()
+    }
+    pieces = dict.fromkeys(
+        [context, *(p for ask, options, closing in parts.values() for p in (ask, *options, closing))]
+    )
+    known = dict(zip(pieces, tokens.encode_all(list(pieces)), strict=True)) if tokens.joinable else {}
     questions = []
-    for id, question in request.questions.items():
-        ask, options, closing = question_piece(question), option_pieces(question), closing_piece(question)
+    for id, (ask, options, closing) in parts.items():
         if tokens.joinable:
-            head = join(context, ask)
-            tails = tuple(join(option, closing) for option in options)
+            head = np.concatenate([known[context], known[ask]])
+            tails = tuple(np.concatenate([known[option], known[closing]]) for option in options)
         else:
             head = np.empty(0, np.int32)
-            tails = tuple(tokens.encode(context + ask + option + closing) for option in options)
+            tails = tuple(tokens.encode_all([context + ask + option + closing for option in options]))
         prompts = QuestionPrompts(id, head, tails)
         for length in prompts.lengths:
             if length > max_length:

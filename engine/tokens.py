@@ -7,6 +7,7 @@ A prompt is a row of pieces. Where the tokenizer's rules show that no token span
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
@@ -102,28 +103,38 @@ class Tokens:
 
     def encode(self, piece: Piece) -> Ids:
         """Ids of one piece, tokenised whole. No token is added in front or behind."""
+        return self.encode_all([piece])[0]
+
+    def encode_all(self, pieces: Sequence[Piece]) -> list[Ids]:
+        """Ids of each piece, as `encode` gives them; the library shares the texts among its threads."""
+        runs_of = [self._runs(piece) for piece in pieces]
+        texts = [run for runs in runs_of for run in runs if isinstance(run, str)]
+        encoded = iter(self._tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        return [
+            np.array([id for run in runs for id in (next(encoded).ids if isinstance(run, str) else (run,))], np.int32)
+            for runs in runs_of
+        ]
+
+    def _runs(self, piece: Piece) -> list[str | int]:
+        """Texts that are tokenised whole, and ids of the template between them."""
         if not self._plain:
-            return self._text_ids("".join(part.value if isinstance(part, Control) else part for part in piece))
-        runs: list[Ids] = []
+            return ["".join(part.value if isinstance(part, Control) else part for part in piece)]
+        runs: list[str | int] = []
         text = ""
         for part in piece:
             if isinstance(part, Control):
-                runs += [self._text_ids(text), np.array([self._control_ids[part]], np.int32)]
+                runs += [text, self._control_ids[part]] if text else [self._control_ids[part]]
                 text = ""
             else:
                 text += part
-        return np.concatenate([*runs, self._text_ids(text)])
+        return [*runs, text] if text else runs
 
     def single_id(self, word: str) -> int:
         """The id of a word that must be one token, such as the answers of the untrained head."""
-        ids = self._text_ids(word)
+        ids = self.encode((word,))
         if len(ids) != 1:
             raise CheckpointError(f"tokenizer: {word!r} must be a single token, got {len(ids)}: {ids.tolist()}")
         return int(ids[0])
-
-    def _text_ids(self, text: str) -> Ids:
-        # One call per text stays on this thread; the batch call would start a thread pool.
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
 
 def _read_rules(definition: str) -> dict[str, Any]:
