@@ -106,7 +106,7 @@ def _differences(report: Report, differences: Sequence[Difference], limits: Gate
     report.text(
         f"`{PLAIN}` is today's forward: the library's own products, every candidate alone. Its rounding differs from "
         "the base's by the products, not by sharing. "
-        f"The thread's limits were: every decision equal, probabilities within {limits.probability:g}, head within "
+        f"Declared beforehand: every decision equal, probabilities within {limits.probability:g}, head within "
         f"{limits.head:g}, hidden states within {limits.hidden:g} relative L2."
     )
     groups = defaultdict[tuple[str, str, str], list[Difference]](list)
