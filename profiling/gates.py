@@ -1,7 +1,7 @@
 """What is held against the measurements: equal bits and speed, which are gated, and distances, which are reported.
 
-Knows cells and hidden states, and runs nothing. Bits are held against a whole pass under the same handle, which isolates
-sharing; distances to today's plain forward, whose products round differently, are reported beside those between
+Knows cells and hidden states, and runs nothing. Bits are held against a whole pass under the same handle, so that sharing
+alone can differ; distances to today's plain forward, whose products round differently, are reported beside those between
 transformers' own two paths.
 """
 
