@@ -1,8 +1,8 @@
 """What is held against the measurements: equal bits and speed, which are gated, and distances, which are reported.
 
-Knows cells and hidden states, and runs nothing. Bits are held against a whole pass under the same handle, so that sharing
-alone can differ; distances to today's plain forward, whose products round differently, are reported beside those between
-transformers' own two paths.
+Knows cells and hidden states, and runs nothing. Bits are held against a whole pass under the same handle, so that
+sharing alone can differ. Distances to today's plain forward, whose products round differently, are reported beside
+those between transformers' own two paths.
 """
 
 from __future__ import annotations
