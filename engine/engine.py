@@ -191,7 +191,7 @@ class Engine:
         """
         if not prompts:
             raise RequestError("there must be at least one prompt", field="prompts")
-        states = self.forward([[self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]]).hidden
+        states = self._forward([[self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]]).hidden
         for i, rows in enumerate(states):
             if not torch.isfinite(rows).all():
                 raise InferenceError(f"prompts[{i}]: a final hidden state is not finite")
@@ -214,8 +214,11 @@ class Engine:
             for q, candidates in enumerate(questions)
         ]
 
+        return self._forward(checked, name)
+
+    def _forward(self, questions: Sequence[Sequence[Prompt]], name: str | None = None) -> Forward:
         def run() -> Forward:
-            _, plan = self._plan(checked)
+            _, plan = self._plan(questions)
             memory = self._memory(plan)
             hidden, counters = self._executor.run(plan, name=name)
             rows = [hidden[list(places)] for places in plan.reads_of_prompt]
@@ -225,11 +228,12 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until the graphs that earlier forwards missed are captured."""
-        self._queue.submit(self._executor.capture_missed).result()
+        self._enqueue(self._executor.capture_missed).result()
 
     @property
     def weights(self) -> Weights:
         """The fused weights on the device, for measurements beside this engine; not to be written."""
+        self._check_open()
         return self._weights
 
     @property

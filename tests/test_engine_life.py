@@ -230,6 +230,8 @@ def test_a_closed_engine_refuses_and_may_be_closed_again() -> None:
         lambda: engine.submit(SHORT),
         lambda: engine.hidden_states([[1]]),
         lambda: engine.like(split="exact"),
+        lambda: engine.settle(),
+        lambda: engine.weights,
     ):
         with pytest.raises(ForkgraphError, match="this engine is closed; load another one"):
             use()
