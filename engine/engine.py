@@ -228,6 +228,7 @@ class Engine:
 
     def settle(self) -> None:
         """Wait until the graphs that earlier forwards missed are captured."""
+        self._check_open()
         self._enqueue(self._executor.capture_missed).result()
 
     @property
