@@ -66,8 +66,10 @@ class Executor:
         self.backbone, self.device = backbone, embedding.device
         self.buffers = SnapshotBuffers(backbone.dimensions, dtype=embedding.dtype, device=self.device)
         self._eager = _forward_over(backbone, self.buffers)
+        # Every pass reads its tables here: graphs hold the address, and compiled code tells a view from its base.
+        self._tables = torch.zeros(TABLE_WORDS, dtype=torch.int32, device=self.device)
         self.captured = (
-            CapturedForwards(self._eager, words=TABLE_WORDS, device=self.device, limit_bytes=capture_limit_bytes)
+            CapturedForwards(self._eager, self._tables, limit_bytes=capture_limit_bytes)
             if capture_limit_bytes
             else None
         )
@@ -98,14 +100,14 @@ class Executor:
         done = 0
         for first in range(0, len(plan.passes), _BLOCKS):
             group = plan.passes[first : first + _BLOCKS]
-            for tables, one in zip(self._tables(group, counters), group, strict=True):
+            for block, one in zip(self._blocks(group, counters), group, strict=True):
                 reads = len(one.reads)
-                hidden[done : done + reads] = self._forward(tables, one)
+                hidden[done : done + reads] = self._forward(block, one)
                 done += reads
         return hidden
 
-    def _tables(self, passes: tuple[Pass, ...], counters: Counters) -> Tensor:
-        """One block per pass, filled on the host and copied to the device together."""
+    def _blocks(self, passes: tuple[Pass, ...], counters: Counters) -> Tensor:
+        """The tables of each pass, filled on the host and copied to the device together."""
         host = torch.empty(len(passes), TABLE_WORDS, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         blocks = host.numpy()
         for block, one in zip(blocks, passes, strict=True):
@@ -141,7 +143,7 @@ class Executor:
         self.captured = None
         self._missed.clear()
         self.buffers.drop()
-        del self.backbone, self._eager
+        del self.backbone, self._eager, self._tables
 
     def _reserve(self, sizes: BufferSizes) -> None:
         if self.captured is not None and not self.buffers.fits(sizes):
@@ -149,19 +151,19 @@ class Executor:
             self._missed.clear()
         self.buffers.reserve(sizes)
 
-    def _forward(self, tables: Tensor, one: Pass) -> Tensor:
-        """Hidden states [reads, h] of one pass, valid until the next."""
+    def _forward(self, block: Tensor, one: Pass) -> Tensor:
+        """Hidden states [reads, h] of one pass with these tables, valid until the next."""
         reads = len(one.reads)
         rows, padded = rung(one.rows), rung(reads) if reads else 0
         with span(one.kind, rows=one.rows, rung=rows, segments=len(one.entries), reads=reads):
-            if self.captured is None:
-                return self._eager(tables, rows, padded)[:reads]
-            hidden = self.captured.replay(tables, rows, padded)
-            if hidden is not None:
-                return hidden[:reads]
-            if self.captured.wants(rows, padded):
-                self._missed[rows, padded] = tables.clone()
-            return self._eager(tables, rows, padded)[:reads]
+            self._tables.copy_(block, non_blocking=True)
+            if self.captured is not None:
+                hidden = self.captured.replay(rows, padded)
+                if hidden is not None:
+                    return hidden[:reads]
+                if self.captured.wants(rows, padded):
+                    self._missed[rows, padded] = block.clone()
+            return self._eager(self._tables, rows, padded)[:reads]
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Triton launches on the current device, which belongs to the thread."""

@@ -112,8 +112,9 @@ def _mlp(x_Rh: Tensor, delta_Rh: Tensor, w: MlpWeights, eps: float, linear: Line
     return x_Rh, _project(silu_mul(_project(normed_Rh, w.gate_up, w.gate_up_lora, linear)), w.down, w.down_lora, linear)
 
 
-def _picked(x_Rh: Tensor, tables: Tensor, read_rows_N: Tensor) -> Tensor:
-    picked_Nh: Tensor = take_rows(x_Rh, tables, READ_ROWS, read_rows_N.shape[0])
+def _picked(x_Rh: Tensor, tables: Tensor, reads_N: Tensor) -> Tensor:
+    """The rows that are read. Only the size of `reads_N` counts: a number would be a constant to the compiler."""
+    picked_Nh: Tensor = take_rows(x_Rh, tables, READ_ROWS, reads_N.shape[0])
     return picked_Nh
 
 
@@ -132,11 +133,11 @@ class GdnLayer(nn.Module):
         tables: Tensor,
         buffers: GdnBuffers,
         last: bool = False,
-        read_rows_N: Tensor | None = None,
+        reads_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """In the last layer only the rows named by `read_rows_N` go on past the delta rule; without them, none does."""
-        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, read_rows_N)
-        if last and read_rows_N is None:
+        """In the last layer only the N rows that are read go on past the delta rule; without `reads_N`, none does."""
+        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, reads_N)
+        if last and reads_N is None:
             return x_Rh, mixed_Rh
         return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
 
@@ -147,7 +148,7 @@ class GdnLayer(nn.Module):
         tables: Tensor,
         buffers: GdnBuffers,
         last: bool,
-        read_rows_N: Tensor | None,
+        reads_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         # A method of its own, so that eager runs drop what the mixer held before the MLP allocates.
         w = self.w
@@ -158,9 +159,9 @@ class GdnLayer(nn.Module):
         )
         o_RV = delta_rule(qkv_RC, gates_RG, buffers.tail_kv, buffers.tail_gates, buffers.states, tables)
         if last:
-            if read_rows_N is None:  # a prefix nobody reads: what it leaves behind is all that is wanted
+            if reads_N is None:  # a prefix nobody reads: what it leaves behind is all that is wanted
                 return x_Rh, o_RV
-            x_Rh, o_RV, proj_RP = (_picked(t, tables, read_rows_N) for t in (x_Rh, o_RV, proj_RP))
+            x_Rh, o_RV, proj_RP = (_picked(t, tables, reads_N) for t in (x_Rh, o_RV, proj_RP))
         gated_RV = gated_rms_norm(o_RV, proj_RP, w.out_norm, self.eps, self.z_offset)
         return x_Rh, _project(gated_RV, w.out_proj, w.out_lora, self.linear)
 
@@ -181,11 +182,11 @@ class AttentionLayer(nn.Module):
         tables: Tensor,
         buffers: AttentionBuffers,
         last: bool = False,
-        read_rows_N: Tensor | None = None,
+        reads_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """In the last layer all rows give keys and values, and only those named by `read_rows_N` go on."""
-        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, read_rows_N)
-        if last and read_rows_N is None:
+        """In the last layer all rows give keys and values, and only the N rows that are read go on."""
+        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, reads_N)
+        if last and reads_N is None:
             return x_Rh, mixed_Rh
         return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
 
@@ -196,17 +197,17 @@ class AttentionLayer(nn.Module):
         tables: Tensor,
         cache: AttentionBuffers,
         last: bool,
-        read_rows_N: Tensor | None,
+        reads_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         w = self.w
         x_Rh, normed_Rh = add_rms_norm(x_Rh, delta_Rh, w.norm_h, self.eps)
         if last:
             kv_proj = _project(normed_Rh, w.in_proj, w.in_lora, self.linear, slice(self.q_columns, None))
             kv_offset = 0
-            if read_rows_N is None:
+            if reads_N is None:
                 q_proj = kv_proj.new_empty(0, self.q_columns)
             else:
-                x_Rh, normed_Rh = (_picked(t, tables, read_rows_N) for t in (x_Rh, normed_Rh))
+                x_Rh, normed_Rh = (_picked(t, tables, reads_N) for t in (x_Rh, normed_Rh))
                 q_proj = _project(normed_Rh, w.in_proj, w.in_lora, self.linear, slice(self.q_columns))
         else:
             q_proj = kv_proj = _project(normed_Rh, w.in_proj, w.in_lora, self.linear)
@@ -215,7 +216,7 @@ class AttentionLayer(nn.Module):
             q_proj, kv_proj, w.q_norm, w.k_norm, self.rope, cache.k_cache, cache.v_cache, tables,
             self.eps, kv_offset, last,
         )  # fmt: skip
-        if last and read_rows_N is None:
+        if last and reads_N is None:
             return x_Rh, k
         o = attention(q, q_proj, cache.k_cache, cache.v_cache, k, v, tables, self.head_dim, last)
         return x_Rh, _project(o, w.out_proj, w.out_lora, self.linear)
@@ -248,15 +249,15 @@ class Backbone(nn.Module):
         """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
         x_Rh: Tensor = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
         delta_Rh = torch.zeros_like(x_Rh)
-        read_rows_N = tables[READ_ROWS : READ_ROWS + reads] if reads else None
+        reads_N = tables.new_empty(reads) if reads else None
         for i, layer in enumerate(self.layers):
             last = i == len(self.layers) - 1
             if self.compile_layers:
-                dynamic_rows(x_Rh, delta_Rh, read_rows_N, *vars(buffers[i]).values())
+                dynamic_rows(x_Rh, delta_Rh, reads_N, *vars(buffers[i]).values())
             x_Rh, delta_Rh = self._forwards[type(layer)](
-                layer, x_Rh, delta_Rh, tables, buffers[i], last, read_rows_N if last else None
+                layer, x_Rh, delta_Rh, tables, buffers[i], last, reads_N if last else None
             )
-        if read_rows_N is None:
+        if reads_N is None:
             return x_Rh[:0]
         hidden_Nh: Tensor = add_rms_norm(x_Rh, delta_Rh, self.weights.norm_h, self.dimensions.rms_norm_eps)[1]
         return hidden_Nh

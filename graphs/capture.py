@@ -65,23 +65,22 @@ class CapturedForwards:
     The pool that they share is not part of it: it holds the activations of the largest forward, whichever graphs stay.
     """
 
-    def __init__(self, forward: Forward, *, words: int, device: torch.device, limit_bytes: int) -> None:
-        self._forward, self._device, self._limit = forward, device, limit_bytes
-        self._tables = torch.zeros(words, dtype=torch.int32, device=device)
-        self._stream = _stream_of(device)
+    def __init__(self, forward: Forward, tables: Tensor, *, limit_bytes: int) -> None:
+        """Every replay of `forward` reads `tables` [words], which the caller has filled."""
+        self._forward, self._tables, self._device, self._limit = forward, tables, tables.device, limit_bytes
+        self._stream = _stream_of(self._device)
         self._captured: OrderedDict[Key, _Captured] = OrderedDict()
         self._failed: set[Key] = set()
         self._pool: Any = None
         self.capture_seconds: dict[Key, float] = {}
         self.replay_seconds: dict[Key, float] = {}
 
-    def replay(self, tables: Tensor, rows: int, reads: int) -> Tensor | None:
-        """Hidden states for these tables, valid until the next replay; None when this key has no graph yet."""
+    def replay(self, rows: int, reads: int) -> Tensor | None:
+        """Hidden states for the tables of now, valid until the next replay; None when this key has no graph yet."""
         captured = self._captured.get((rows, reads))
         if captured is None:
             return None
         self._captured.move_to_end((rows, reads))
-        self._tables.copy_(tables, non_blocking=True)
         captured.graph.replay()
         return captured.hidden
 
@@ -89,31 +88,25 @@ class CapturedForwards:
         """Whether this key is neither captured nor known to fail."""
         return (rows, reads) not in self._captured and (rows, reads) not in self._failed
 
-    def capture(self, rows: int, reads: int, tables: Tensor) -> None:
-        """Capture one key over the contents of `tables`, which any pass of this key will do for.
+    def capture(self, rows: int, reads: int, contents: Tensor) -> None:
+        """Capture one key over these `contents` of the tables [words]; those of any pass of this key will do.
 
+        The forward must have run with this key before: what is compiled or set up at a first run cannot be captured.
         A capture that fails is reported once and leaves the eager forward in charge of that key.
         """
         with _CAPTURING:
-            self._capture(rows, reads, tables)
+            self._capture(rows, reads, contents)
 
-    def _capture(self, rows: int, reads: int, tables: Tensor) -> None:
+    def _capture(self, rows: int, reads: int, contents: Tensor) -> None:
         start = time.perf_counter()
         before = self._own_bytes()
-        self._tables.copy_(tables)
+        self._tables.copy_(contents)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
-            try:
-                graph, hidden = self._graph_of(rows, reads)
-            except Exception as error:
-                # What is compiled or set up at a first run cannot be part of a capture; run before, it is done.
-                logger.info("%d rows, %d reads are captured again after a run (%s)", rows, reads, error)
-                self._abandon()
-                with torch.cuda.stream(self._stream):
-                    self._forward(self._tables, rows, reads)
-                graph, hidden = self._graph_of(rows, reads)
+            graph, hidden = self._graph_of(rows, reads)
         except Exception as error:
-            self._abandon()
+            torch.cuda.synchronize(self._device)
+            self._pool = None  # a capture that fails leaves the pool open, and no other one can begin in it
             self._failed.add((rows, reads))
             logger.warning("no CUDA graph for %d rows, %d reads (%s); it runs uncaptured", rows, reads, error)
             return
@@ -135,11 +128,6 @@ class CapturedForwards:
         ):
             hidden = self._forward(self._tables, rows, reads)
         return graph, hidden
-
-    def _abandon(self) -> None:
-        """After a capture that failed: it leaves the pool open, and no other one can begin in it."""
-        torch.cuda.synchronize(self._device)
-        self._pool = None
 
     def _own_bytes(self) -> int:
         """Device memory in use that is not the allocator's."""

@@ -55,4 +55,5 @@ def by_row_tiles(fn: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tupl
     tile = min(tile_rows(max(x[0].numel() for x in inputs)), 64) if rows else 64
     tiles = [torch.split(pad_rows(x.contiguous(), tile), tile) for x in inputs]
     parts = [fn(*pieces) for pieces in zip(*tiles, strict=True)]
-    return tuple(torch.cat(column)[:rows] for column in zip(*parts, strict=True))
+    parts[-1] = tuple(x[: rows - (len(parts) - 1) * tile] for x in parts[-1])
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

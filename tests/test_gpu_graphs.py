@@ -19,6 +19,7 @@ from engine.executor import Executor
 from engine.layout import Prompt, build_layout
 from engine.model import Backbone
 from engine.schedule import BufferSizes, Limits, plan_passes
+from graphs import regions
 from graphs.rungs import rung
 from ops.linear import linear_fixed
 from tests.support import prompts_of, random_backbone, run, small_config, tokens
@@ -135,6 +136,25 @@ def test_many_lengths_need_no_recompile_and_one_graph_per_rung() -> None:
     assert set(keys(executor)) == {(rung(length), rung(1)) for length in lengths}
     assert executor.captured is not None
     assert set(executor.captured.capture_seconds) == set(keys(executor)), "captured once each"
+
+
+@pytest.mark.parametrize("schedule", ["independent", "levels", "tree"])
+def test_a_capture_compiles_nothing_even_when_it_is_the_first(schedule: str) -> None:
+    """Neither after a plan of one pass nor of several, whose tables were copied to the device together."""
+    regions.compiled.cache_clear()
+    plain, rng = eager_backbone(), np.random.default_rng(8)
+    for counts in ([1, 3], [3, 1]):
+        backbone = Backbone(plain.weights, plain.dimensions, linear_fixed, compile_layers=True)
+        executor = Executor(backbone, capture_limit_bytes=GRAPHS_BYTES)
+        for count in counts:
+            questions = candidates(rng, 100 * count, [20] * count)
+            first, _ = run(executor, questions, schedule=schedule)
+            compiled_before = counters["stats"]["unique_graphs"]
+            executor.capture_missed()
+            assert torch.equal(run(executor, questions, schedule=schedule)[0], first)
+            assert counters["stats"]["unique_graphs"] == compiled_before
+        assert keys(executor)
+        regions.compiled.cache_clear()
 
 
 def test_one_graph_serves_every_tree_of_its_rung() -> None:

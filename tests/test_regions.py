@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import metrics
 
 from engine.executor import Executor
 from engine.layout import Prompt
 from engine.model import Backbone
+from engine.snapshot import AttentionBuffers, GdnBuffers
 from graphs import regions
 from ops.linear import linear_fixed
 from tests.support import random_backbone, run, small_config, tokens
@@ -95,3 +97,21 @@ def test_a_product_beside_the_handle_is_seen(monkeypatch: pytest.MonkeyPatch) ->
         return x @ w.t()
 
     assert not targets(with_matmul, monkeypatch) <= VIEWS_AND_ALLOCATIONS
+
+
+@pytest.mark.parametrize("schedule", ["independent", "levels", "tree"])
+def test_no_view_enters_a_region(schedule: str) -> None:
+    """The compiler guards a view's base too: code that was compiled for one base is compiled again for another."""
+    own, seen = Executor(Backbone(eager().backbone.weights, eager().backbone.dimensions, linear_fixed)), []
+    for kind, forward in own.backbone._forwards.items():
+
+        def region(*arguments: Any, forward: Callable[..., Any] = forward) -> Any:
+            for argument in arguments:
+                tensors = vars(argument).values() if isinstance(argument, GdnBuffers | AttentionBuffers) else [argument]
+                seen.extend(t for t in tensors if isinstance(t, Tensor))
+            return forward(*arguments)
+
+        own.backbone._forwards[kind] = region
+    run(own, candidates(np.random.default_rng(2), 70, 3), schedule=schedule)
+    assert len({t.data_ptr() for t in seen}) > 10
+    assert not any(t._is_view() for t in seen)
