@@ -33,12 +33,11 @@ class Forecast:
             return
         self._cells.append(cell)
         rate = (cell.seconds - cell.capture_seconds) / _rows(cell)
-        self._rates[cell.arm] = min(rate, self._rates.get(cell.arm, rate))
-        self.promised += (len(PASSES) - 1) * self.measured(cell)
-
-    def renew(self) -> None:
-        """Forecast all measured cells again: best rates may have become better."""
-        self.promised = (len(PASSES) - 1) * sum(map(self.measured, self._cells))
+        if rate < self._rates.get(cell.arm, float("inf")):  # and with it what is expected of cells before
+            self._rates[cell.arm] = rate
+            self.promised = (len(PASSES) - 1) * sum(map(self.measured, self._cells))
+        else:
+            self.promised += (len(PASSES) - 1) * self.measured(cell)
 
     def feasibility(self, arm: str, rows: int) -> float:
         """Seconds of a first forward of `rows` rows; of an arm that ran none yet, at the slowest rate of the others."""

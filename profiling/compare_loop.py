@@ -137,12 +137,12 @@ class Comparison:
             self.report(f"{name}: {f'ready after {seconds:.1f} s' if status == RUN else status}")
 
     def _group(self, number: int, task: Task) -> None:
-        """One request by every arm, in the other order in every second pass."""
+        """One request by every arm, in the other order in every second pass. The base comes first at first: what it
+        takes, with everything compiled while loading, tells a peer's time from what the peer compiles."""
         self.states.clear()
-        self.forecast.renew()
         facts = self._facts(task)
         start, done = time.perf_counter(), []
-        for name in list(self.arms)[:: -1 if number % 2 == 0 else 1]:
+        for name in list(self.arms)[:: -1 if number % 2 else 1]:
             key = (number, task.name, name)
             if key in self.journal.cells or not self.config.takes(name, task.workload.set):
                 continue

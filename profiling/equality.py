@@ -37,6 +37,7 @@ from torch import Tensor
 
 from engine.config import default_cache_dir
 from engine.dimensions import DIMENSIONS
+from engine.errors import CapacityError
 from engine.executor import Executor
 from engine.layout import Split
 from engine.tuning import prepare
@@ -59,13 +60,17 @@ WAYS: tuple[tuple[str, Split], ...] = (
 
 @dataclass(kw_only=True)
 class Cell:
-    """Candidates that equal themselves run alone, and that do not, over all requests of one set."""
+    """Candidates that equal themselves run alone, and that do not, over all requests of one set.
+
+    `too_large` are requests that the schedule refuses: a tree is one pass, and a pass has a limit.
+    """
 
     graphs: str
     schedule: str
     split: str
     equal: int = 0
     differing: int = 0
+    too_large: int = 0
 
     def count(self, hidden: Tensor, alone: Tensor) -> None:
         equal = num_equal(hidden, alone)
@@ -123,7 +128,11 @@ def equality(requests: Sequence[Questions], executors: Mapping[str, Executor]) -
     for i, questions in enumerate(requests):
         alone, _ = last_rows(reference, plan_of(questions, "independent"))
         for (graphs, schedule, split), cell in cells.items():
-            executor, plan = executors[graphs], plan_of(questions, schedule, split)
+            try:
+                executor, plan = executors[graphs], plan_of(questions, schedule, split)
+            except CapacityError:
+                cell.too_large += 1
+                continue
             cell.count(last_rows(executor, plan)[0], alone)
             if executor.has_missed:
                 executor.capture_missed()
@@ -172,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds = time.perf_counter() - start
             equal, differing = sum(c.equal for c in cells), sum(c.differing for c in cells)
             failed |= gemm != "default" and differing > 0
-            table += [(gemm, name, c.graphs, c.schedule, c.split, str(c.equal), str(c.differing)) for c in cells]
+            table += [(gemm, name, c.graphs, c.schedule, c.split, c.equal, c.differing, c.too_large) for c in cells]
             if arguments.out is not None:
                 configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "set": name}
                 configuration |= {
@@ -190,7 +199,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 Results(arguments.out).add(record)
         for executor in executors.values():
             executor.release()
-    print_table(("gemm", "set", "graphs", "schedule", "split", "equal", "differing"), table)
+    headers = ("gemm", "set", "graphs", "schedule", "split", "equal", "differing", "too large")
+    print_table(headers, [[str(value) for value in line] for line in table])
     return int(failed)
 
 

@@ -147,8 +147,8 @@ class TestRun:
         assert {(c["pass_number"], c["request"], c["arm"]) for c in done.cells} == {
             (number, workload.name, arm) for number in range(3) for workload in WORKLOADS for arm in FAST
         }
-        assert [c["arm"] for c in done.cells if c["request"] == "m1/two" and c["pass_number"] == 1] == FAST
-        assert [c["arm"] for c in done.cells if c["request"] == "m1/two" and c["pass_number"] == 2] == FAST[::-1]
+        assert [c["arm"] for c in done.cells if c["request"] == "m1/two" and c["pass_number"] == 1] == FAST[::-1]
+        assert [c["arm"] for c in done.cells if c["request"] == "m1/two" and c["pass_number"] == 2] == FAST
 
     def test_cells_say_what_was_run(self, done: Run) -> None:
         first = {c["arm"]: c for c in done.cells if c["request"] == "m1/two" and c["pass_number"] == 0}

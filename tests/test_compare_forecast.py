@@ -43,7 +43,6 @@ def test_what_was_compiled_once_is_not_expected_again() -> None:
     forecast.learn(replace(CELL, arm="cold", seconds=40.0))
     assert forecast.promised == 80.0
     forecast.learn(replace(CELL, arm="cold", rows={"tree": 1_000}, seconds=1.0))
-    forecast.renew()
     assert forecast.promised == pytest.approx(2 * (0.2 + 1.0))
     assert forecast.feasibility("cold", 5_000) == pytest.approx(10.0)
 
@@ -56,3 +55,12 @@ def test_an_arm_without_cells_is_as_slow_as_the_slowest_but_not_as_a_cold_one() 
     assert forecast.feasibility("new", 100) == pytest.approx(20.0)
     forecast.learn(replace(CELL, arm="cold", seconds=500.0))
     assert forecast.feasibility("new", 100) == pytest.approx(2 * 20.0)
+
+
+def test_what_a_peer_compiles_after_the_base_leaves_room_for_the_others() -> None:
+    """As it was on a GPU: the base's first cell, then one of a peer that compiled for half a minute."""
+    forecast = Forecast(few={}, samples=2)
+    forecast.learn(replace(CELL, rows={"tree": 345}, seconds=0.02))
+    forecast.learn(replace(CELL, arm="cold", rows={"peer": 345}, seconds=36.6))
+    assert forecast.promised < 3.5
+    assert forecast.feasibility("new", 623) < 1.5

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,6 +59,14 @@ def test_every_candidate_of_every_way_is_counted() -> None:
         (graphs, *way) for graphs in ("eager", "again") for way in equality.WAYS
     ]
     assert {(c.equal, c.differing) for c in cells} == {(2 * (2 + 2 + 4), 0)}
+
+
+def test_a_tree_too_large_for_a_pass_is_counted_apart() -> None:
+    branches = forward.siblings(np.random.default_rng(0), [], (1_200,) * 14, 512)
+    cells = equality.equality([[branches[:1]], [branches]], {"eager": executors()["eager"]})
+    assert {c.schedule: (c.equal, c.differing, c.too_large) for c in cells} == {
+        "batched": (15, 0, 0), "levels": (15, 0, 0), "tree": (1, 0, 1)
+    }  # fmt: skip
 
 
 def test_a_product_that_knows_the_number_of_rows_is_seen() -> None:
