@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from engine.layout import Layout
 from engine.schedule import Limits
@@ -13,6 +13,11 @@ _READ_BOUND_ROWS = 256
 """Below about this many rows a pass takes the time of reading the weights, whatever the number of rows."""
 _ROWS_OF_A_PASS = 64
 """About as many rows take the time that a pass costs beside its rows; on one H200, 1 to 5 ms at 9B."""
+
+
+_WORTH_A_PASS = 1.03
+"""A way with more passes must be predicted so many times faster: it can save padding alone, a few per cent, and one
+measured replay repeats within 5 % (profiling/results/2026-11-30-h200.md)."""
 
 
 class PassTimes:
@@ -50,6 +55,18 @@ class PassTimes:
             total += whole * self.predict(LADDER[-1]) if whole else 0.0
             total += self.predict(rest) if rest else 0.0
         return total
+
+
+def fastest_first(ways: Mapping[str, Sequence[int]], times: PassTimes) -> list[str]:
+    """The names of `ways`, each the true rows of its passes, in the order to try them in."""
+    seconds = {way: times.seconds(rows) for way, rows in ways.items()}
+    enough = _WORTH_A_PASS * min(seconds.values())
+
+    def order(way: str) -> tuple[float, float]:
+        passes = sum(rows > 0 for rows in ways[way])
+        return (passes, seconds[way]) if seconds[way] <= enough else (float("inf"), seconds[way])
+
+    return sorted(ways, key=order)
 
 
 def passes_of(layout: Layout, limits: Limits) -> dict[str, list[int]]:

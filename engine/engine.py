@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from engine.answers import Head, Provenance, Response, answer_request, respond, scalar_scores
-from engine.auto import passes_of
+from engine.auto import fastest_first, passes_of
 from engine.config import RANDOM, SPLITS, EngineConfig, resolve
 from engine.dimensions import ModelDimensions
 from engine.drawing import ExplainReport, explain_report
@@ -337,7 +337,7 @@ class Engine:
             yield layout, plan_passes(layout, schedule=schedule, pack=pack, limits=limits)
             return
         ways = passes_of(layout, limits)
-        for way in sorted(ways, key=lambda way: self._executor.times.seconds(ways[way])):
+        for way in fastest_first(ways, self._executor.times):
             if way == "tree":
                 with suppress(CapacityError):  # it may be too large for one pass
                     yield layout, plan_passes(layout, schedule="tree", pack=pack, limits=limits)

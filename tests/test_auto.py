@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import Engine
-from engine.auto import PassTimes, passes_of
+from engine.auto import PassTimes, fastest_first, passes_of
 from engine.layout import Prompt, build_layout
 from engine.schedule import Limits, Plan, plan_passes
 from graphs.rungs import LADDER, rung
@@ -64,6 +64,14 @@ def test_passes_add_up_and_one_above_the_largest_rung_runs_in_several() -> None:
     assert PassTimes().seconds([300, 0, 10]) == rung(300) + 256 + 2 * 64
     assert measured(r64=9.0, r704=10.0).seconds([700]) < measured(r64=9.0, r704=10.0).seconds([300, 300])
     assert PassTimes().seconds([2 * LADDER[-1] + 1]) == 2 * LADDER[-1] + 256 + 3 * 64
+
+
+def test_more_passes_must_be_worth_it() -> None:
+    ways = {"levels": [512, 512], "tree": [1_024], "flat": [0, 512]}
+    for tree, first in ((20.0, "tree"), (20.5, "tree"), (20.7, "levels")):
+        times = measured(r512=10.0, r1024=tree)
+        assert fastest_first({way: ways[way] for way in ("levels", "tree")}, times)[0] == first
+    assert fastest_first(ways, measured(r512=10.0, r1024=20.5)) == ["flat", "levels", "tree"], "none, or by time"
 
 
 @pytest.mark.parametrize(("prefix", "own"), [(300, 20), (0, 70), (300, 0)])
