@@ -11,6 +11,7 @@ with eager, compiled and captured forwards; a captured one counts both as it is 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ class Cell:
 
     graphs: str
     schedule: str
-    split: str
+    split: Split
     equal: int = 0
     differing: int = 0
     too_large: int = 0
@@ -121,25 +122,39 @@ def random_layouts(vocabulary: int, count: int) -> Iterator[Questions]:
         yield questions
 
 
-def equality(requests: Sequence[Questions], executors: Mapping[str, Executor]) -> list[Cell]:
-    """Every way to run `requests` with `executors` (by graphs), against `independent` over the last, the fastest."""
-    cells = {(g, *way): Cell(graphs=g, schedule=way[0], split=way[1]) for g in executors for way in WAYS}
-    reference = list(executors.values())[-1]
-    for i, questions in enumerate(requests):
-        alone, _ = last_rows(reference, plan_of(questions, "independent"))
-        for (graphs, schedule, split), cell in cells.items():
-            try:
-                executor, plan = executors[graphs], plan_of(questions, schedule, split)
-            except CapacityError:
-                cell.too_large += 1
-                continue
-            cell.count(last_rows(executor, plan)[0], alone)
-            if executor.has_missed:
-                executor.capture_missed()
-                cell.count(last_rows(executor, plan)[0], alone)
-        if (i + 1) % 20 == 0 or i + 1 == len(requests):
-            progress(f"request {i + 1} of {len(requests)}: {sum(c.differing for c in cells.values())} differ")
-    return list(cells.values())
+def cells_of(executors: Mapping[str, Executor]) -> list[Cell]:
+    return [Cell(graphs=g, schedule=schedule, split=split) for g in executors for schedule, split in WAYS]
+
+
+def equality(requests: Sequence[Questions], executors: Mapping[str, Executor], cells: Sequence[Cell]) -> int:
+    """Every way to run `requests` with `executors` (by graphs), against `independent` over the last, the fastest.
+
+    Counts in `cells`. Returns the number of requests done, which is less than all of them after Ctrl-C.
+    """
+    reference, done = list(executors.values())[-1], 0
+    try:
+        for questions in requests:
+            alone, _ = last_rows(reference, plan_of(questions, "independent"))
+            for cell in cells:
+                _count(cell, questions, alone, executors[cell.graphs])
+            done += 1
+            if done % 20 == 0 or done == len(requests):
+                progress(f"request {done} of {len(requests)}: {sum(c.differing for c in cells)} differ")
+    except KeyboardInterrupt:
+        progress(f"interrupted after {done} of {len(requests)} requests")
+    return done
+
+
+def _count(cell: Cell, questions: Questions, alone: Tensor, executor: Executor) -> None:
+    try:
+        plan = plan_of(questions, cell.schedule, cell.split)
+    except CapacityError:
+        cell.too_large += 1
+        return
+    cell.count(last_rows(executor, plan)[0], alone)
+    if executor.has_missed:
+        executor.capture_missed()
+        cell.count(last_rows(executor, plan)[0], alone)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -165,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if without_cuda("equality"):
         return 2
-    dimensions, table, failed = DIMENSIONS[arguments.model], [], False
+    dimensions, table, code = DIMENSIONS[arguments.model], [], 0
     dimensions = replace(dimensions, layer_types=dimensions.layer_types[: arguments.layers])
     weights = random_weights(dimensions, positions=LONGEST)
     if "tuned" in arguments.gemm:
@@ -173,35 +188,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     sets = {"matrix": list(matrix(dimensions.vocab_size))}
     if arguments.random:
         sets["random"] = list(random_layouts(dimensions.vocab_size, arguments.random))
-    for gemm in arguments.gemm:
+    for gemm, name in itertools.product(arguments.gemm, sets):
         executors = {graphs: executor_of(weights, dimensions, gemm, graphs) for graphs in arguments.graphs}
-        for name, requests in sets.items():
-            start = time.perf_counter()
-            cells = equality(requests, executors)
-            seconds = time.perf_counter() - start
-            equal, differing = sum(c.equal for c in cells), sum(c.differing for c in cells)
-            failed |= gemm != "default" and differing > 0
-            table += [(gemm, name, c.graphs, c.schedule, c.split, c.equal, c.differing, c.too_large) for c in cells]
-            if arguments.out is not None:
-                configuration = {"model": arguments.model, "checkpoint": "random", "gemm": gemm, "set": name}
-                configuration |= {
-                    "layers": dimensions.num_hidden_layers,
-                    "requests": len(requests),
-                    "cells": [vars(c) for c in cells],
-                }
-                configuration |= {"equal": equal, "differing": differing}
-                record = Record(
-                    kind="equality",
-                    name=f"{arguments.model}/{gemm}/{name}",
-                    samples_us=[seconds * 1e6],
-                    configuration=configuration,
-                )
-                Results(arguments.out).add(record)
+        start, cells = time.perf_counter(), cells_of(executors)
+        done = equality(sets[name], executors, cells)
+        record = record_of(cells, arguments.model, gemm, name, time.perf_counter() - start)
+        record.configuration.update(layers=dimensions.num_hidden_layers, requests=len(sets[name]), requests_done=done)
+        table += [(gemm, name, c.graphs, c.schedule, c.split, c.equal, c.differing, c.too_large) for c in cells]
+        if arguments.out is not None:
+            Results(arguments.out).add(record)
         for executor in executors.values():
             executor.release()
+        if gemm != "default" and record.configuration["differing"]:
+            code = 1
+        if done < len(sets[name]):
+            code = 130
+            break
     headers = ("gemm", "set", "graphs", "schedule", "split", "equal", "differing", "too large")
     print_table(headers, [[str(value) for value in line] for line in table])
-    return int(failed)
+    return code
+
+
+def record_of(cells: Sequence[Cell], model: str, gemm: str, name: str, seconds: float) -> Record:
+    configuration = {
+        "model": model, "checkpoint": "random", "gemm": gemm, "set": name, "cells": [vars(c) for c in cells],
+        "equal": sum(c.equal for c in cells), "differing": sum(c.differing for c in cells),
+    }  # fmt: skip
+    return Record(
+        kind="equality", name=f"{model}/{gemm}/{name}", samples_us=[seconds * 1e6], configuration=configuration
+    )
 
 
 if __name__ == "__main__":

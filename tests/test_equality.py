@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,12 @@ def depends_on_rows(x: Tensor, weight: Tensor) -> Tensor:
     return linear_fixed(x, weight) * (1 + x.shape[0] / 2**16)
 
 
+def counted(requests: list[forward.Questions], executors: dict[str, Executor]) -> list[equality.Cell]:
+    cells = equality.cells_of(executors)
+    assert equality.equality(requests, executors, cells) == len(requests)
+    return cells
+
+
 @pytest.mark.parametrize("levels", [1, 2, 3])
 def test_trees_have_the_levels_asked_for(levels: int) -> None:
     plan = forward.plan_of(equality.tree_of(levels, 65, (1, 5), 512), "levels")
@@ -54,7 +61,7 @@ def test_random_layouts_span_sizes_and_levels() -> None:
 
 def test_every_candidate_of_every_way_is_counted() -> None:
     requests = list(equality.matrix(512, prefixes=(2, 65), lengths=(1, 65)))
-    cells = equality.equality(requests, executors())
+    cells = counted(requests, executors())
     assert [(c.graphs, c.schedule, c.split) for c in cells] == [
         (graphs, *way) for graphs in ("eager", "again") for way in equality.WAYS
     ]
@@ -63,13 +70,32 @@ def test_every_candidate_of_every_way_is_counted() -> None:
 
 def test_a_tree_too_large_for_a_pass_is_counted_apart() -> None:
     branches = forward.siblings(np.random.default_rng(0), [], (1_200,) * 14, 512)
-    cells = equality.equality([[branches[:1]], [branches]], {"eager": executors()["eager"]})
+    cells = counted([[branches[:1]], [branches]], {"eager": executors()["eager"]})
     assert {c.schedule: (c.equal, c.differing, c.too_large) for c in cells} == {
         "batched": (15, 0, 0), "levels": (15, 0, 0), "tree": (1, 0, 1)
     }  # fmt: skip
 
 
+def test_what_was_done_before_an_interruption_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, done = list(equality.matrix(512, prefixes=(2,), lengths=(1, 65))), []
+
+    def interrupted(*arguments: Any) -> Any:
+        done.append(arguments)
+        if len(done) == 9:
+            raise KeyboardInterrupt
+        return forward.plan_of(*arguments)
+
+    monkeypatch.setattr(equality, "plan_of", interrupted)
+    own = {"eager": executors()["eager"]}
+    cells = equality.cells_of(own)
+    assert equality.equality(requests, own, cells) == 1
+    record = equality.record_of(cells, "tiny", "fixed", "matrix", 1.0)
+    assert (record.configuration["equal"], record.configuration["differing"]) == (2 * 5 + 2, 0), (
+        "the second request by one way"
+    )
+
+
 def test_a_product_that_knows_the_number_of_rows_is_seen() -> None:
     requests = list(equality.matrix(512, prefixes=(65,), lengths=(1, 5)))
-    cells = equality.equality(requests, executors(depends_on_rows))
+    cells = counted(requests, executors(depends_on_rows))
     assert sum(cell.differing for cell in cells) > 0
