@@ -309,9 +309,19 @@ class TestOnAGpu:
         first = self.cell(tmp_path, arm, number=0)
         assert (first.retaken, len(first.samples_ms), arm.forwards) == (0, 1, 1)
 
-    def cell(self, folder: Path, arm: Any, number: int) -> Cell:
+    @pytest.mark.parametrize("warm", [True, False])
+    def test_a_measured_cell_that_is_the_first_of_its_start_is_not_measured_cold(
+        self, tmp_path: Path, warm: bool
+    ) -> None:
+        arm = Capturing(0)
+        measured = self.cell(tmp_path, arm, number=2, warm=warm)
+        assert (arm.forwards, len(measured.samples_ms)) == (1 if warm else 2, 1)
+
+    def cell(self, folder: Path, arm: Any, number: int, warm: bool = True) -> Cell:
         comparison = comparison_in(folder, budget_minutes=60)
         task = comparison._read(WORKLOADS[0])
+        if warm:  # as a cell of an earlier pass leaves it
+            comparison.warm.add((task.name, arm.name))
         return comparison._cell(number, task, comparison._facts(task), arm)
 
     def test_captures_are_counted_once_and_again_where_they_are_made_again(self) -> None:
