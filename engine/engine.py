@@ -221,8 +221,9 @@ class Engine:
             _, plan = self._plan(questions)
             memory = self._memory(plan)
             hidden, counters = self._executor.run(plan, name=name)
-            rows = [hidden[list(places)] for places in plan.reads_of_prompt]
-            return Forward(hidden=rows, counters=counters, memory=memory)
+            places = [place for reads in plan.reads_of_prompt for place in reads]
+            rows = torch.split_with_sizes(hidden[places], [len(reads) for reads in plan.reads_of_prompt])
+            return Forward(hidden=list(rows), counters=counters, memory=memory)
 
         return self._enqueue(run).result()
 

@@ -59,7 +59,7 @@ class Prompt:
 def checked_prompt(field: str, prompt: Prompt | Sequence[int], *, vocab_size: int, max_length: int) -> Prompt:
     """`prompt`, or token ids as one. Raises RequestError naming `field` for anything that the model cannot read."""
     ids = prompt.token_ids if isinstance(prompt, Prompt) else _token_ids(field, prompt)
-    if ids.min() < 0 or ids.max() >= vocab_size:
+    if ids.view(f"u{ids.itemsize}").max() >= vocab_size:  # as unsigned numbers, negative ones are the largest
         first = next(int(i) for i in ids if not 0 <= i < vocab_size)
         raise RequestError(f"a token id must be from 0 to {vocab_size - 1}", field=field, value=first)
     if len(ids) > max_length:
@@ -187,7 +187,7 @@ def _check(questions: Sequence[Sequence[Prompt]]) -> None:
 
 def _common_prefix(prompts: Sequence[Prompt]) -> int:
     """Length of the longest common prefix, at most one less than the shortest prompt: one token is left to run."""
-    length = min(len(prompt) for prompt in prompts) - 1
+    length = min(map(len, prompts)) - 1
     first = prompts[0].token_ids
     for prompt in prompts[1:]:
         differs = first[:length] != prompt.token_ids[:length]
@@ -219,8 +219,7 @@ def _assemble(questions: Sequence[Sequence[Prompt]], split: Split, shared: int, 
             branch = add("branch", prompt.token_ids, end, None, parents[q], q)
             branch_of.append(branch)
             question_of.append(q)
-            path = _path(segments, branch)
-            reads.append(tuple(_locate(segments, path, position) for position in prompt.reads))
+            reads.append(tuple(_locate(segments, branch, position) for position in prompt.reads))
     return Layout(split, tuple(segments), tuple(branch_of), tuple(question_of), tuple(reads))
 
 
@@ -231,7 +230,10 @@ def _path(segments: Sequence[Segment], branch: int) -> tuple[int, ...]:
     return tuple(path)
 
 
-def _locate(segments: Sequence[Segment], path: Sequence[int], position: int) -> tuple[int, int]:
-    """(segment, row) of one position on a path."""
-    index = next(s for s in path if position < segments[s].end)
+def _locate(segments: Sequence[Segment], branch: int, position: int) -> tuple[int, int]:
+    """(segment, row) of one position on the path that ends with `branch`."""
+    index: int | None = branch
+    while index is not None and position < segments[index].start:
+        index = segments[index].parent
+    assert index is not None
     return index, position - segments[index].start

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from engine.errors import CapacityError
 from engine.layout import Layout, Segment
@@ -52,7 +53,7 @@ class Pass:
     reads: tuple[tuple[int, int], ...]
     outputs: tuple[int, ...]
 
-    @property
+    @cached_property
     def rows(self) -> int:
         return sum(e.length for e in self.entries)
 
@@ -130,21 +131,23 @@ class _Planner:
         """Cut into runs that keep the pass limits, in order."""
         run: list[tuple[int, SegmentEntry]] = []
         rows = reads = chunks = 0
+        limits = self.limits
         for s, entry in members:
-            self.check(entry.length, len(self.reads_of(s)))
+            of_rows, of_chunks, of_reads = entry.length, entry.num_chunks, len(self.reads_of(s))
+            self.check(of_rows, of_reads)
             full = (
-                rows + entry.length > self.limits.rows
-                or len(run) == self.limits.segments
-                or chunks + entry.num_chunks > self.limits.chunks
-                or reads + len(self.reads_of(s)) > self.limits.reads
+                rows + of_rows > limits.rows
+                or len(run) == limits.segments
+                or chunks + of_chunks > limits.chunks
+                or reads + of_reads > limits.reads
             )
             if run and full:
                 yield run
                 run, rows, reads, chunks = [], 0, 0, 0
             run.append((s, entry))
-            rows += entry.length
-            chunks += entry.num_chunks
-            reads += len(self.reads_of(s))
+            rows += of_rows
+            chunks += of_chunks
+            reads += of_reads
         if run:
             yield run
 
@@ -297,7 +300,8 @@ def _plan_tree(planner: _Planner) -> None:
     sources: dict[int | None, Source] = {}
     row = 0
     for s in order:
-        sources[s] = Source.packed(first=segments[s].start, row=row)
+        if s in parents:
+            sources[s] = Source.packed(first=segments[s].start, row=row)
         row += len(segments[s].token_ids)
     members = []
     for s in order:

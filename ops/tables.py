@@ -140,48 +140,48 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
 
     `reads` are (segment, row of that segment) in the order their hidden states are wanted.
     """
-    lengths = np.array([e.length for e in entries], dtype=np.int32)
-    rows, count = int(lengths.sum()), len(entries)
+    lines, rows, total_chunks = [], 0, 0
+    for e in entries:
+        length, own = len(e.token_ids), PACKED + rows - e.start
+        num_chunks = (e.start + length - 1) // CHUNK - e.start // CHUNK + 1
+        request, question = e.request, e.question
+        lines.append(
+            (
+                e.start, length, rows, total_chunks, num_chunks,
+                e.state_read, e.state_write, e.slot_write, e.kv_write, question.first if question else e.start,
+                request.kv if request else own, question.kv if question else 0, own if e.kv_write < 0 else e.kv_write,
+                request.chunk if request else own, question.chunk if question else 0, own,
+                request.conv if request else own, question.conv if question else 0, own,
+            )
+        )  # fmt: skip
+        rows += length
+        total_chunks += num_chunks
+    count = len(entries)
     assert 0 < count <= MAX_SEGMENTS, count
     assert rows <= MAX_ROWS, rows
+    assert total_chunks <= MAX_CHUNKS, total_chunks
     assert len(reads) <= MAX_READS, len(reads)
     assert all(a.internal or not b.internal for a, b in pairwise(entries))
-    block[:ROW_TOKEN] = 0
-    block[ROW_TOKEN:ROW_SEGMENT] = 0
-    block[ROW_SEGMENT:SEGMENTS] = -1
-    starts = np.array([e.start for e in entries], dtype=np.int32)
-    first_row = np.concatenate(([0], np.cumsum(lengths)[:-1])).astype(np.int32)
+    fields = np.array(lines, np.int32).T
+    starts, lengths, first_row, first_chunk, chunks_of = fields[: SEG_NUM_CHUNKS + 1]
     segment_of_row = np.repeat(np.arange(count, dtype=np.int32), lengths)
+    block[:ROW_SEGMENT] = 0
+    block[ROW_SEGMENT:SEGMENTS] = -1
     block[ROW_TOKEN : ROW_TOKEN + rows] = np.concatenate([e.token_ids for e in entries])
-    block[ROW_POSITION : ROW_POSITION + rows] = np.arange(rows) - first_row[segment_of_row] + starts[segment_of_row]
+    block[ROW_POSITION : ROW_POSITION + rows] = np.arange(rows) + (starts - first_row)[segment_of_row]
     block[ROW_SEGMENT : ROW_SEGMENT + rows] = segment_of_row
+    block[SEGMENTS:CHUNKS].reshape(_SEGMENT_FIELDS, MAX_SEGMENTS)[:, :count] = fields
 
-    num_chunks = np.array([e.num_chunks for e in entries], dtype=np.int32)
-    first_chunk = np.concatenate(([0], np.cumsum(num_chunks)[:-1])).astype(np.int32)
-    for s, e in enumerate(entries):
-        own = Source.packed(first=e.start, row=int(first_row[s]))
-        own_kv = own.kv if e.kv_write < 0 else e.kv_write
-        request = e.request or own
-        question = e.question or Source(first=e.start, kv=0, chunk=0, conv=0)
-        fields = block[SEGMENTS + s : CHUNKS : MAX_SEGMENTS]
-        fields[:] = (
-            e.start, e.length, first_row[s], first_chunk[s], num_chunks[s],
-            e.state_read, e.state_write, e.slot_write, e.kv_write, question.first,
-            request.kv, question.kv, own_kv,
-            request.chunk, question.chunk, own.chunk,
-            request.conv, question.conv, own.conv,
-        )  # fmt: skip
-    total_chunks = int(num_chunks.sum())
-    assert total_chunks <= MAX_CHUNKS
-    segment_of_chunk = np.repeat(np.arange(count, dtype=np.int32), num_chunks)
+    segment_of_chunk = np.repeat(np.arange(count, dtype=np.int32), chunks_of)
     chunks = block[CHUNKS : CHUNKS + 2 * total_chunks].reshape(-1, 2)
     chunks[:, 0] = segment_of_chunk
-    chunks[:, 1] = np.arange(total_chunks) - first_chunk[segment_of_chunk] + (starts // CHUNK)[segment_of_chunk]
+    chunks[:, 1] = np.arange(total_chunks) + (starts // CHUNK - first_chunk)[segment_of_chunk]
 
     block[READ_ROWS:TABLE_WORDS] = 0
-    for i, (s, row) in enumerate(reads):
-        assert 0 <= row < lengths[s]
-        block[READ_ROWS + i] = first_row[s] + row
+    if reads:
+        segments, read_rows = np.array(reads, np.int32).T
+        assert ((read_rows >= 0) & (read_rows < lengths[segments])).all()
+        block[READ_ROWS : READ_ROWS + len(reads)] = first_row[segments] + read_rows
     block[:5] = (rows, count, sum(e.internal for e in entries), total_chunks, len(reads))
     return rows
 
