@@ -15,9 +15,9 @@ _ROWS_OF_A_PASS = 64
 """About as many rows take the time that a pass costs beside its rows; on one H200, 1 to 5 ms at 9B."""
 
 
-_WORTH_A_PASS = 1.03
-"""A way with more passes must be predicted so many times faster: it can save padding alone, a few per cent, and one
-measured replay repeats within 5 % (profiling/results/2026-11-30-h200.md)."""
+_SURELY_FASTER = 1.1
+"""Several passes must be predicted so many times faster than one. They can save padding alone, at most 3 % at 9B and 27B
+on one H200, while measured replays repeat within 5 % (profiling/results/2026-11-30-h200.md)."""
 
 
 class PassTimes:
@@ -59,14 +59,12 @@ class PassTimes:
 
 def fastest_first(ways: Mapping[str, Sequence[int]], times: PassTimes) -> list[str]:
     """The names of `ways`, each the true rows of its passes, in the order to try them in."""
-    seconds = {way: times.seconds(rows) for way, rows in ways.items()}
-    enough = _WORTH_A_PASS * min(seconds.values())
 
-    def order(way: str) -> tuple[float, float]:
-        passes = sum(rows > 0 for rows in ways[way])
-        return (passes, seconds[way]) if seconds[way] <= enough else (float("inf"), seconds[way])
+    def weighed(way: str) -> float:
+        several = sum(rows > 0 for rows in ways[way]) > 1
+        return times.seconds(ways[way]) * (_SURELY_FASTER if several else 1.0)
 
-    return sorted(ways, key=order)
+    return sorted(ways, key=weighed)
 
 
 def passes_of(layout: Layout, limits: Limits) -> dict[str, list[int]]:

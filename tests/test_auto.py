@@ -66,12 +66,17 @@ def test_passes_add_up_and_one_above_the_largest_rung_runs_in_several() -> None:
     assert PassTimes().seconds([2 * LADDER[-1] + 1]) == 2 * LADDER[-1] + 256 + 3 * 64
 
 
-def test_more_passes_must_be_worth_it() -> None:
-    ways = {"levels": [512, 512], "tree": [1_024], "flat": [0, 512]}
-    for tree, first in ((20.0, "tree"), (20.5, "tree"), (20.7, "levels")):
-        times = measured(r512=10.0, r1024=tree)
-        assert fastest_first({way: ways[way] for way in ("levels", "tree")}, times)[0] == first
-    assert fastest_first(ways, measured(r512=10.0, r1024=20.5)) == ["flat", "levels", "tree"], "none, or by time"
+@pytest.mark.parametrize(("tree", "first"), [(20.0, "tree"), (21.9, "tree"), (22.1, "levels")])
+def test_several_passes_must_be_surely_faster_than_one(tree: float, first: str) -> None:
+    times = measured(r512=10.0, r1024=tree)
+    assert fastest_first({"levels": [512, 512], "tree": [1_024]}, times)[0] == first
+
+
+def test_among_several_passes_time_alone_decides() -> None:
+    times = measured(r512=10.0, r544=10.1, r1024=20.0)
+    ways = {"flat": [512, 544], "levels": [512, 0, 512], "tree": [1_024]}
+    assert fastest_first(ways, times) == ["tree", "levels", "flat"]
+    assert fastest_first({"flat": [0, 512], "levels": [512, 512]}, times) == ["flat", "levels"]
 
 
 @pytest.mark.parametrize(("prefix", "own"), [(300, 20), (0, 70), (300, 0)])
