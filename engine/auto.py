@@ -16,8 +16,8 @@ _ROWS_OF_A_PASS = 64
 
 
 _SURELY_FASTER = 1.1
-"""Several passes must be predicted so many times faster than one. They can save padding alone, at most 3 % at 9B and 27B
-on one H200, while measured replays repeat within 5 % (profiling/results/2026-11-30-h200.md)."""
+"""Several passes must be predicted so many times faster than one. They can save padding alone, at most 3 % at 9B and
+27B on one H200, while measured replays repeat within 5 % (profiling/results/2026-11-30-h200.md)."""
 
 
 class PassTimes:

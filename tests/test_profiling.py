@@ -19,6 +19,7 @@ import cases
 import forward
 import gemm_only
 import measure
+import operator_benches
 import operators
 
 from engine.dimensions import DIMENSIONS, ModelDimensions
@@ -173,8 +174,10 @@ class TestCases:
 
     def test_sequences_are_rungs(self) -> None:
         """No padding hides in a time that is set beside a peer's."""
-        assert set(operators.SEQUENCES) | set(operators.ROW_COUNTS) | set(operators.LINEAR_ROWS) <= set(LADDER)
-        assert cases.one_sequence(operators.LONGEST).rung == operators.LONGEST
+        assert set(operator_benches.SEQUENCES) | set(operator_benches.ROW_COUNTS) | set(
+            operator_benches.LINEAR_ROWS
+        ) <= set(LADDER)
+        assert cases.one_sequence(operator_benches.LONGEST).rung == operator_benches.LONGEST
 
     def test_delta_rule_reads_inputs_and_snapshot_as_meant(self) -> None:
         case = cases.branches(3, 5, 70)
@@ -237,37 +240,39 @@ class TestGemmOnly:
         assert float(gemm_only.line(record)[4]) == pytest.approx(54.93 / 80 * 790, abs=1)
 
 
-Benches = Callable[..., list[operators.Bench]]
+Benches = Callable[..., list[operator_benches.Bench]]
 
 
 @pytest.fixture
 def small_benches(monkeypatch: pytest.MonkeyPatch) -> Benches:
     """Every bench at sizes that a CPU runs at once."""
     monkeypatch.setattr(operators, "graph_times", once)
-    monkeypatch.setitem(operators.DIMENSIONS, "9b", SMALL)
-    monkeypatch.setattr(operators, "SEQUENCES", (64,))
-    monkeypatch.setattr(operators, "BRANCHES", cases.branches(3, 5, 70))
-    monkeypatch.setattr(operators, "LONGEST", 72)
-    monkeypatch.setattr(operators, "ROW_COUNTS", (64,))
-    monkeypatch.setattr(operators, "LINEAR_ROWS", (64,))
-    return lambda fla=None: list(operators.benches("9b", CPU, fla))
+    monkeypatch.setitem(operator_benches.DIMENSIONS, "9b", SMALL)
+    monkeypatch.setattr(operator_benches, "SEQUENCES", (64,))
+    monkeypatch.setattr(operator_benches, "BRANCHES", cases.branches(3, 5, 70))
+    monkeypatch.setattr(operator_benches, "LONGEST", 72)
+    monkeypatch.setattr(operator_benches, "ROW_COUNTS", (64,))
+    monkeypatch.setattr(operator_benches, "LINEAR_ROWS", (64,))
+    return lambda fla=None: list(operator_benches.benches("9b", CPU, fla))
 
 
 class TestOperators:
     def test_every_target_belongs_to_a_row(self) -> None:
-        made = {(bench.operator, bench.case): bench for bench in operators.benches("9b", CPU, None)}
-        assert {key for key, bench in made.items() if bench.mark and not bench.relative} == set(operators.TARGETS_9B)
-        assert {operator for operator, _ in made} == set(operators.NAMES)
+        made = {(bench.operator, bench.case): bench for bench in operator_benches.benches("9b", CPU, None)}
+        assert {key for key, bench in made.items() if bench.mark and not bench.relative} == set(
+            operator_benches.TARGETS_9B
+        )
+        assert {operator for operator, _ in made} == set(operator_benches.NAMES)
         assert made["silu_mul", "3,136"].mark == 1.25
         assert made["silu_mul", "64"].mark is None
         assert made["linear_fixed", "down 1,088"].mark == 1.25
         assert made["linear_fixed", "down 320"].mark is None
-        assert all(b.mark is None for b in operators.benches("27b", CPU, None) if not b.relative)
+        assert all(b.mark is None for b in operator_benches.benches("27b", CPU, None) if not b.relative)
 
     def test_every_operator_and_peer_takes_its_inputs(self, small_benches: Benches) -> None:
         rows = [operators.measure(bench, 1 << 10, 3) for bench in small_benches()]
         assert [row.error or row.peer_error for row in rows] == [""] * len(rows)
-        assert {row.bench.operator for row in rows} == set(operators.NAMES)
+        assert {row.bench.operator for row in rows} == set(operator_benches.NAMES)
         for row in rows:
             assert row.us == 6.0  # two sets share a replay whose median is 12
             assert row.ratio == (None if row.bench.operator == "delta_rule" else 1.0)
@@ -305,7 +310,7 @@ class TestOperators:
 
         whole, rest = tmp_path / "whole.jsonl", tmp_path / "rest.jsonl"
         assert run(whole) == 0
-        monkeypatch.setattr(operators, "silu_mul", broken)
+        monkeypatch.setattr(operator_benches, "silu_mul", broken)
         assert run(rest) == 1
         [row] = [text for text in capsys.readouterr().out.splitlines() if "no such tile" in text]
         assert row.startswith("silu_mul")
@@ -314,7 +319,7 @@ class TestOperators:
 
     @pytest.mark.parametrize(("us", "met"), [(30.0, "mark"), (18.0, "goal"), (30.1, "neither")])
     def test_marks_are_upper_bounds(self, us: float, met: str) -> None:
-        bench = next(operators.benches("9b", CPU, None))
+        bench = next(operator_benches.benches("9b", CPU, None))
         assert operators.Row(bench=bench, sets=2, cold=True, samples_us=[us], peer_samples_us=[]).met == met
 
     def test_sets_exceed_the_cache_when_they_can(self) -> None:
