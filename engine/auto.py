@@ -13,8 +13,6 @@ _READ_BOUND_ROWS = 256
 """Below about this many rows a pass takes the time of reading the weights, whatever the number of rows."""
 _ROWS_OF_A_PASS = 64
 """About as many rows take the time that a pass costs beside its rows; on one H200, 1 to 5 ms at 9B."""
-
-
 _SURELY_FASTER = 1.1
 """Several passes must be predicted so many times faster than one. They can save padding alone, at most 3 % at 9B and
 27B on one H200, while measured replays repeat within 5 % (profiling/results/2026-11-30-h200.md)."""

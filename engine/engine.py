@@ -213,7 +213,6 @@ class Engine:
             [self._checked(f"questions[{q}][{c}]", prompt) for c, prompt in enumerate(candidates)]
             for q, candidates in enumerate(questions)
         ]
-
         return self._forward(checked, name)
 
     def _forward(self, questions: Sequence[Sequence[Prompt]], name: str | None = None) -> Forward:
@@ -241,6 +240,7 @@ class Engine:
     @property
     def capture_seconds(self) -> dict[tuple[int, int], float]:
         """What capturing took so far, by (rows, reads) of the graph; empty unless `graphs=captured`."""
+        self._check_open()
         captured = self._executor.captured
         return {} if captured is None else dict(captured.capture_seconds)
 

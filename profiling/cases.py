@@ -46,6 +46,18 @@ class Cost:
     flops: int = 0
 
 
+def projections(d: ModelDimensions) -> dict[str, tuple[int, int]]:
+    """The fused products of a layer by name: rows and columns of the weight."""
+    h, i = d.hidden_size, d.intermediate_size
+    return {
+        "delta-rule in": (d.gdn_proj, h),
+        "attention in": (d.attention_proj, h),
+        "mixer out": (h, d.value_dim),
+        "gate, up": (2 * i, h),
+        "down": (h, i),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassCase:
     """Segments of equal `lengths` behind one snapshot of `prefix` positions: slot 0, state slot 0, K/V rows from 0.

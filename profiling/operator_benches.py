@@ -207,15 +207,7 @@ def _copy_of(num_bytes: int, device: torch.device) -> Call:
 
 
 def linear_benches(d: ModelDimensions, rows: int, device: torch.device) -> Iterator[Bench]:
-    h, i = d.hidden_size, d.intermediate_size
-    shapes = {
-        "delta-rule in": (d.gdn_proj, h),
-        "attention in": (d.attention_proj, h),
-        "mixer out": (h, d.value_dim),
-        "gate, up": (2 * i, h),
-        "down": (h, i),
-    }
-    for name, (n, k) in shapes.items():
+    for name, (n, k) in cases.projections(d).items():
 
         def build(sets: int, n: int = n, k: int = k) -> list[Pair]:
             pairs: list[Pair] = []

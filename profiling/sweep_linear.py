@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from cases import projections
 from measure import graph_times
 from torch import Tensor
 
@@ -50,19 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=tuple(DIMENSIONS), default="9b")
     d = DIMENSIONS[parser.parse_args().model]
-    h, i = d.hidden_size, d.intermediate_size
-    shapes = {
-        "delta-rule in": (d.gdn_proj, h),
-        "attention in": (d.attention_proj, h),
-        "mixer out": (h, d.value_dim),
-        "gate, up": (2 * i, h),
-        "down": (h, i),
-    }
     began = time.time()
     torch.manual_seed(0)
     names = [f"{t.rows}x{t.columns}x{t.depth}w{t.warps}s{t.stages}" for t in TILES]
     print(torch.cuda.get_device_name())
-    for shape, (outputs, inputs) in shapes.items():
+    for shape, (outputs, inputs) in projections(d).items():
         count = max(2, -(-CACHE_BYTES // (outputs * inputs * 2)))
         weights = [torch.randn(outputs, inputs, device="cuda").bfloat16() * inputs**-0.5 for _ in range(count)]
         x = torch.randn(max(ROWS), inputs, device="cuda").bfloat16()

@@ -232,6 +232,7 @@ def test_a_closed_engine_refuses_and_may_be_closed_again() -> None:
         lambda: engine.like(split="exact"),
         lambda: engine.settle(),
         lambda: engine.weights,
+        lambda: engine.capture_seconds,
     ):
         with pytest.raises(ForkgraphError, match="this engine is closed; load another one"):
             use()
