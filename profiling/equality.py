@@ -38,7 +38,7 @@ from torch import Tensor
 
 from engine.config import default_cache_dir
 from engine.dimensions import DIMENSIONS
-from engine.errors import CapacityError
+from engine.errors import CapacityError, InferenceError
 from engine.executor import Executor
 from engine.layout import Split
 from engine.tuning import prepare
@@ -126,10 +126,13 @@ def cells_of(executors: Mapping[str, Executor]) -> list[Cell]:
     return [Cell(graphs=g, schedule=schedule, split=split) for g in executors for schedule, split in WAYS]
 
 
-def equality(requests: Sequence[Questions], executors: Mapping[str, Executor], cells: Sequence[Cell]) -> int:
+def equality(
+    requests: Sequence[Questions], executors: Mapping[str, Executor], cells: Sequence[Cell]
+) -> tuple[int, int]:
     """Every way to run `requests` with `executors` (by graphs), against `independent` over the last, the fastest.
 
-    Counts in `cells`. Returns the number of requests done, which is less than all of them after Ctrl-C.
+    Counts in `cells`, also when it ends early. Returns the number of requests done and an exit code: 0, or 130 after
+    Ctrl-C, or 1 when a forward failed.
     """
     reference, done = list(executors.values())[-1], 0
     try:
@@ -142,7 +145,11 @@ def equality(requests: Sequence[Questions], executors: Mapping[str, Executor], c
                 progress(f"request {done} of {len(requests)}: {sum(c.differing for c in cells)} differ")
     except KeyboardInterrupt:
         progress(f"interrupted after {done} of {len(requests)} requests")
-    return done
+        return done, 130
+    except InferenceError as error:
+        progress(f"equality: request {done + 1} of {len(requests)}: {error}")
+        return done, 1
+    return done, 0
 
 
 def _count(cell: Cell, questions: Questions, alone: Tensor, executor: Executor) -> None:
@@ -191,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for gemm, name in itertools.product(arguments.gemm, sets):
         executors = {graphs: executor_of(weights, dimensions, gemm, graphs) for graphs in arguments.graphs}
         start, cells = time.perf_counter(), cells_of(executors)
-        done = equality(sets[name], executors, cells)
+        done, stopped = equality(sets[name], executors, cells)
         record = record_of(cells, arguments.model, gemm, name, time.perf_counter() - start)
         record.configuration.update(layers=dimensions.num_hidden_layers, requests=len(sets[name]), requests_done=done)
         table += [(gemm, name, c.graphs, c.schedule, c.split, c.equal, c.differing, c.too_large) for c in cells]
@@ -201,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             executor.release()
         if gemm != "default" and record.configuration["differing"]:
             code = 1
-        if done < len(sets[name]):
-            code = 130
+        if stopped:
+            code = stopped
             break
     headers = ("gemm", "set", "graphs", "schedule", "split", "equal", "differing", "too large")
     print_table(headers, [[str(value) for value in line] for line in table])

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "profiling"))  #
 import equality
 import forward
 
+from engine.errors import InferenceError
 from engine.executor import Executor
 from engine.layout import build_layout
 from ops.linear import linear_fixed
@@ -34,7 +35,7 @@ def depends_on_rows(x: Tensor, weight: Tensor) -> Tensor:
 
 def counted(requests: list[forward.Questions], executors: dict[str, Executor]) -> list[equality.Cell]:
     cells = equality.cells_of(executors)
-    assert equality.equality(requests, executors, cells) == len(requests)
+    assert equality.equality(requests, executors, cells) == (len(requests), 0)
     return cells
 
 
@@ -76,19 +77,23 @@ def test_a_tree_too_large_for_a_pass_is_counted_apart() -> None:
     }  # fmt: skip
 
 
-def test_what_was_done_before_an_interruption_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (InferenceError("out of memory"), 1)])
+def test_what_was_done_before_it_ended_is_counted(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     requests, done = list(equality.matrix(512, prefixes=(2,), lengths=(1, 65))), []
 
-    def interrupted(*arguments: Any) -> Any:
+    def ended(*arguments: Any) -> Any:
         done.append(arguments)
         if len(done) == 9:
-            raise KeyboardInterrupt
+            raise error
         return forward.plan_of(*arguments)
 
-    monkeypatch.setattr(equality, "plan_of", interrupted)
+    monkeypatch.setattr(equality, "plan_of", ended)
     own = {"eager": executors()["eager"]}
     cells = equality.cells_of(own)
-    assert equality.equality(requests, own, cells) == 1
+    assert equality.equality(requests, own, cells) == (1, code)
+    assert str(error) in capsys.readouterr().err
     record = equality.record_of(cells, "tiny", "fixed", "matrix", 1.0)
     assert (record.configuration["equal"], record.configuration["differing"]) == (2 * 5 + 2, 0), (
         "the second request by one way"
