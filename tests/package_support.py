@@ -120,6 +120,10 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
+def loaded(folder: Path, **options: Any) -> Engine:
+    return Engine.load(**{"model": "tiny", "device": "cpu", "check_ids": False, "checkpoint": str(folder)} | options)
+
+
 def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[np.ndarray]:
     rng = np.random.default_rng(3)
     return [rng.integers(0, 763, length, dtype=np.int32) for length in lengths]
