@@ -130,6 +130,8 @@ def _notes(config: CompareConfig, journal: Journal, seconds: float) -> list[str]
     ]
     if config.checkpoint in (None, RANDOM):
         notes.append(f"{RANDOM_NOTE} Random weights support no claim about decisions.")
+    if environment()["causal_conv1d"] is None and any(arm.startswith("transformers/") for arm in config.arms):
+        notes.append("Transformers ran without the package causal-conv1d: its convolution is PyTorch's, on both paths.")
     readings = [cell.clocks for cell in journal.cells.values() if cell.clocks]
     if readings:
         ranges = [(name, sorted({reading[name] for reading in readings})) for name in readings[0]]

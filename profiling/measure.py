@@ -35,7 +35,7 @@ def _command(*words: str) -> str:
 def environment() -> dict[str, Any]:
     """Versions, commit and device: what a number needs to be compared with another."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("triton", "transformers", "fla"):
+    for name in ("triton", "transformers", "fla", "causal_conv1d"):
         try:
             found[name] = __import__(name).__version__
         except ImportError:

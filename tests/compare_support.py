@@ -116,5 +116,5 @@ def run(folder: Path, load: Any = load, **options: Any) -> Run:
 def fake(patch: pytest.MonkeyPatch) -> None:
     """The requests, the environment and the peers of a run."""
     patch.setattr(compare, "workloads", lambda sets, *, jevbench: [w for w in WORKLOADS if w.set in sets])
-    patch.setattr(compare, "environment", lambda: {"git": "one"})
+    patch.setattr(compare, "environment", lambda: {"git": "one", "causal_conv1d": None})
     patch.setitem(sys.modules, "peers", PEERS)

@@ -71,7 +71,8 @@ class TestRun:
         assert (few["candidates_run"], few["candidates"], len(few["bits"])) == (2, 4, 2)
 
     def test_the_reports_hold_gates_distances_and_what_was_left_out(self, done: Run) -> None:
-        for text in ("identity", "m1/two", "| 2 of 4 |", "~", "base and plain", "vLLM", "support no claim"):
+        found = ("identity", "m1/two", "| 2 of 4 |", "~", "base and plain", "vLLM", "support no claim", "causal-conv1d")
+        for text in found:
             assert text in done.summary, text
         for arm in ("base", "independent", "tree", "aligned"):
             assert f"| identity | {arm} | passed | 15 of 15 candidates equal |" in done.summary
@@ -124,7 +125,7 @@ class TestResume:
         run(folder, arms=two, sets=["m4"])
         with pytest.raises(ConfigError, match=r"begun with configuration\.budget_minutes=2\.0, now 3"):
             run(folder, arms=two, sets=["m4"], budget_minutes=3)
-        monkeypatch.setattr(compare, "environment", lambda: {"git": "another"})
+        monkeypatch.setattr(compare, "environment", lambda: {"git": "another", "causal_conv1d": None})
         with pytest.raises(ConfigError, match=r"begun with environment\.git='one', now 'another'"):
             run(folder, arms=two, sets=["m4"])
 
