@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.answers import Response
     from engine.config import EngineConfig
     from engine.engine import Engine
     from engine.errors import CapacityError, CheckpointError, ConfigError, ForkgraphError, InferenceError, RequestError
-    from engine.layout import Prompt
-    from engine.requests import Request, parse_request
+    from engine.prompt import Prompt
+    from engine.wire.answers import Response
+    from engine.wire.requests import Request, parse_request
 
 __all__ = [
     "CapacityError",
@@ -34,10 +34,10 @@ __all__ = [
 _MODULES = {
     "Engine": "engine.engine",
     "EngineConfig": "engine.config",
-    "Prompt": "engine.layout",
-    "Request": "engine.requests",
-    "Response": "engine.answers",
-    "parse_request": "engine.requests",
+    "Prompt": "engine.prompt",
+    "Request": "engine.wire.requests",
+    "Response": "engine.wire.answers",
+    "parse_request": "engine.wire.requests",
 }
 
 

@@ -17,14 +17,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from engine.checkpoint import Checkpoint, open_checkpoint, read_dimensions, read_json
 from engine.config import MODELS
-from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.errors import CheckpointError, ConfigError
-from engine.letters import letter_ids
-from engine.loading import check_dimensions, check_vocabulary
-from engine.lora import SETTINGS, VALUES, Adapter, open_adapter, read_settings
-from engine.package import (
+from engine.load.checkpoint import Checkpoint, open_checkpoint, read_dimensions, read_json
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter, read_settings
+from engine.load.opening import check_dimensions, check_vocabulary
+from engine.load.package import (
     ADAPTER,
     HEAD,
     PACKAGE_FILES,
@@ -43,7 +42,8 @@ from engine.package import (
     read_package,
     weights_folder,
 )
-from engine.tokens import Tokens
+from engine.wire.letters import letter_ids
+from engine.wire.tokens import Tokens
 
 T = TypeVar("T")
 

@@ -20,27 +20,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.answers import Head, Provenance, Response, answer_request, respond, scalar_scores
-from engine.auto import fastest_first, passes_of
 from engine.config import RANDOM, SPLITS, EngineConfig, resolve
-from engine.dimensions import ModelDimensions
-from engine.drawing import ExplainReport, explain_report
 from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
-from engine.executor import Counters, Executor
-from engine.layout import Layout, Prompt, build_layout, checked_prompt, independent_layout
-from engine.letters import LettersHead, letter_answers, letter_prompts, parse_letters
-from engine.loading import check_vocabulary, open_model
-from engine.memory import MemoryPlan, plan_memory
-from engine.model import Backbone, Weights
-from engine.prompts import build_prompts
-from engine.ranges import enable
-from engine.requests import Request, parse_request
-from engine.schedule import BufferSizes, Limits, Plan, plan_passes
-from engine.statistics import run_statistics
-from engine.tokens import Tokens
-from engine.tuning import prepare
-from engine.weights import Progress, load_weights
+from engine.load.dimensions import ModelDimensions
+from engine.load.opening import check_vocabulary, open_model
+from engine.load.weights import Progress, load_weights
+from engine.plan.auto import fastest_first, passes_of
+from engine.plan.drawing import ExplainReport, explain_report
+from engine.plan.layout import Layout, build_layout, independent_layout
+from engine.plan.memory import MemoryPlan, plan_memory
+from engine.plan.schedule import BufferSizes, Limits, Plan, plan_passes
+from engine.prompt import Prompt, checked_prompt
+from engine.run.executor import Executor
+from engine.run.model import Backbone, Weights
+from engine.run.ranges import enable
+from engine.statistics import Counters, run_statistics
+from engine.wire.answers import Head, Provenance, Response, answer_request, respond, scalar_scores
+from engine.wire.letters import LettersHead, letter_answers, letter_prompts, parse_letters
+from engine.wire.prompts import build_prompts
+from engine.wire.requests import Request, parse_request
+from engine.wire.tokens import Tokens
 from graphs.rungs import LADDER, rung
+from graphs.tuning.tuner import prepare
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned
 from ops.tables import MAX_ROWS

@@ -7,19 +7,20 @@ import sys
 from dataclasses import replace
 from typing import BinaryIO, TextIO
 
-from engine.checkpoint import read_dimensions
 from engine.cli import console, read_request, run_command
 from engine.config import RANDOM, SPLITS, ExplainConfig, resolve
-from engine.dimensions import DIMENSIONS, ModelDimensions
-from engine.drawing import explain_report
-from engine.layout import Prompt, build_layout
-from engine.letters import letter_prompts, parse_letters, read_system_message
-from engine.loading import checkpoint_kind, head_of, model_names
-from engine.package import weights_folder
-from engine.prompts import build_prompts
-from engine.requests import parse_request
-from engine.tiny import tiny_config, tiny_tokenizer
-from engine.tokens import Tokens
+from engine.load.checkpoint import read_dimensions
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.opening import checkpoint_kind, head_of, model_names
+from engine.load.package import weights_folder
+from engine.load.tiny import tiny_config, tiny_tokenizer
+from engine.plan.drawing import explain_report
+from engine.plan.layout import build_layout
+from engine.prompt import Prompt
+from engine.wire.letters import letter_prompts, parse_letters, read_system_message
+from engine.wire.prompts import build_prompts
+from engine.wire.requests import parse_request
+from engine.wire.tokens import Tokens
 
 
 def main() -> None:

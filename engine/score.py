@@ -13,12 +13,12 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from engine.batch import Load, score_lines
-from engine.checkpoint import RANDOM_NOTE
 from engine.cli import config_file, config_text, console, read_request, run_command, write_whole
 from engine.config import EngineConfig, ScoreConfig, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.lines import Load, score_lines
+from engine.load.checkpoint import RANDOM_NOTE
 
 
 def main() -> None:

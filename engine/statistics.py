@@ -1,10 +1,56 @@
-"""What a response says of its run, from the layout and from what the executor counted."""
+"""What the executor counted, and what a response says of it. Knows no tensor and no question."""
 
 from __future__ import annotations
 
-from engine.answers import RunStatistics
-from engine.executor import Counters
-from engine.layout import Layout
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.plan.layout import Layout
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What the executor ran, counted from the tables it filled: true rows (no padding) and passes, by kind of pass."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    passes: dict[str, int] = field(default_factory=dict)
+    most_branches: int = 0
+    """Segments of the largest branch pass."""
+
+    def add(self, kind: str, rows: int, segments: int) -> None:
+        self.rows[kind] = self.rows.get(kind, 0) + rows
+        self.passes[kind] = self.passes.get(kind, 0) + 1
+        if kind == "branch":
+            self.most_branches = max(self.most_branches, segments)
+
+    @property
+    def total_rows(self) -> int:
+        return sum(self.rows.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatistics:
+    """What one request cost, in token positions unless a field says otherwise."""
+
+    shares_prefixes: bool
+    """False for one whole prompt per candidate; of what follows only tokens and candidates are then reported."""
+    logical_input_tokens: int
+    """Sum of all full prompt lengths."""
+    candidate_sequences: int
+    """Number of candidates."""
+    processed_input_tokens: int
+    """Positions the backbone really ran, prefixes included, padding not."""
+    shared_prefix_tokens: int
+    question_prefix_tokens: int
+    """Sum over questions of what their prefix adds to the request's."""
+    prefill_calls: int
+    """Backbone calls for prefixes."""
+    suffix_batches: int
+    """Backbone calls for candidate suffixes."""
+    suffix_tokens: int
+    max_suffix_batch: int
+    """The most candidates in one call."""
 
 
 def run_statistics(layout: Layout, counters: Counters, *, shares: bool) -> RunStatistics:

@@ -12,17 +12,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.checkpoint import read_dimensions
 from engine.cli import console, run_command, write_whole
 from engine.config import RANDOM, EngineConfig, resolve
-from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.errors import ConfigError
-from engine.package import weights_folder
-from engine.tiny import tiny_config
-from engine.tuned_table import Key, Table, encode
-from engine.tuning import table_path, tune
-from engine.tuning_report import report
-from graphs.tuning import Findings
+from engine.load.checkpoint import read_dimensions
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.package import weights_folder
+from engine.load.tiny import tiny_config
+from graphs.tuning.report import report
+from graphs.tuning.search import Findings
+from graphs.tuning.table import Key, Table, encode
+from graphs.tuning.tuner import table_path, tune
 
 
 @dataclass(kw_only=True)

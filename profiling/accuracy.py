@@ -22,14 +22,14 @@ from measure import Record, Results
 from peers import Peer
 from torch import Tensor
 
-from engine.checkpoint import RandomWeights
 from engine.config import default_cache_dir
-from engine.dimensions import DIMENSIONS, ModelDimensions
-from engine.executor import Executor
-from engine.layout import Prompt
-from engine.model import Backbone, Linear, Weights
-from engine.tuning import prepare
-from engine.weights import load_weights
+from engine.load.checkpoint import RandomWeights
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.weights import load_weights
+from engine.prompt import Prompt
+from engine.run.executor import Executor
+from engine.run.model import Backbone, Linear, Weights
+from graphs.tuning.tuner import prepare
 from ops.linear import linear_fixed
 from ops.linear_tuned import linear_tuned
 

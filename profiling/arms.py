@@ -14,7 +14,8 @@ from compare_options import ENGINE_ARMS
 from torch import Tensor
 
 from engine.engine import Engine
-from engine.layout import Prompt, build_layout, independent_layout
+from engine.plan.layout import build_layout, independent_layout
+from engine.prompt import Prompt
 
 Questions = Sequence[Sequence[Prompt]]
 

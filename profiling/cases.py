@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint import TensorSpec, random_tensor
-from engine.dimensions import ModelDimensions
-from engine.snapshot import AttentionBuffers, GdnBuffers
+from engine.load.checkpoint import TensorSpec, random_tensor
+from engine.load.dimensions import ModelDimensions
+from engine.run.snapshot import AttentionBuffers, GdnBuffers
 from graphs.rungs import rung
 from ops.tables import CHUNK, CONV_HISTORY, TABLE_WORDS, SegmentEntry, Source, fill
 

@@ -30,12 +30,12 @@ from measure import ROOT, environment
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from engine.batch import Load
-from engine.checkpoint import RANDOM_NOTE
 from engine.cli import console, run_command, write_whole
 from engine.config import RANDOM, EngineConfig, nearest, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError
+from engine.lines import Load
+from engine.load.checkpoint import RANDOM_NOTE
 
 
 def main() -> None:

@@ -23,11 +23,11 @@ from gemm_only import gemm_only_cost, gemm_only_us, matrices_of
 from measure import clocks
 from torch import Tensor
 
-from engine.answers import Head
 from engine.engine import Engine
 from engine.errors import CapacityError, ConfigError, ForkgraphError
-from engine.layout import build_layout
-from engine.requests import Request, parse_request
+from engine.plan.layout import build_layout
+from engine.wire.answers import Head
+from engine.wire.requests import Request, parse_request
 
 _RETAKES = 2
 """Forwards that ran beside captures are left out of the samples, but not more of them."""

@@ -37,11 +37,11 @@ from measure import Record, Results
 from torch import Tensor
 
 from engine.config import default_cache_dir
-from engine.dimensions import DIMENSIONS
 from engine.errors import CapacityError, InferenceError
-from engine.executor import Executor
-from engine.layout import Split
-from engine.tuning import prepare
+from engine.load.dimensions import DIMENSIONS
+from engine.plan.layout import Split
+from engine.run.executor import Executor
+from graphs.tuning.tuner import prepare
 
 PREFIXES = (1, 2, 3, 31, 62, 63, 64, 65, 127, 128, 129, 130, 1_000)
 BRANCHES = (1, 2, 5, 64, 65, 200)

@@ -26,16 +26,18 @@ from gemm_only import gemm_only_cost, gemm_only_us, matrices_of
 from measure import Record, Results
 from torch import Tensor
 
-from engine.checkpoint import RandomWeights
 from engine.config import default_cache_dir
-from engine.dimensions import DIMENSIONS, ModelDimensions
 from engine.errors import CapacityError
-from engine.executor import Counters, Executor
-from engine.layout import Prompt, Split, build_layout, independent_layout
-from engine.model import Backbone, Linear, Weights
-from engine.schedule import Limits, Plan, plan_passes
-from engine.tuning import prepare
-from engine.weights import load_weights
+from engine.load.checkpoint import RandomWeights
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.weights import load_weights
+from engine.plan.layout import Split, build_layout, independent_layout
+from engine.plan.schedule import Limits, Plan, plan_passes
+from engine.prompt import Prompt
+from engine.run.executor import Executor
+from engine.run.model import Backbone, Linear, Weights
+from engine.statistics import Counters
+from graphs.tuning.tuner import prepare
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned
 from ops.tables import MAX_ROWS

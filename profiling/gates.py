@@ -20,8 +20,8 @@ from compare_journal import FEASIBILITY, Cell, Difference, RequestFacts
 from compare_options import BASE, EXACT_ARMS, PLAIN, REFERENCE, GatesConfig
 from torch import Tensor
 
-from engine.answers import Answer, ChoiceAnswer, Head, NoulAnswer, answer_request, scalar_scores
-from engine.requests import Request
+from engine.wire.answers import Answer, ChoiceAnswer, Head, NoulAnswer, answer_request, scalar_scores
+from engine.wire.requests import Request
 
 COMPARED = (
     (BASE, PLAIN),

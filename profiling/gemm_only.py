@@ -32,8 +32,8 @@ from cases import (
 from measure import Record, Results, graph_times
 from torch import Tensor
 
-from engine.dimensions import DIMENSIONS, FULL, ModelDimensions
-from engine.model import Linear, Weights
+from engine.load.dimensions import DIMENSIONS, FULL, ModelDimensions
+from engine.run.model import Linear, Weights
 from ops.linear import linear_fixed
 
 HANDLES: dict[str, Linear] = {"default": F.linear, "fixed": linear_fixed}

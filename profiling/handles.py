@@ -26,12 +26,12 @@ from rich.console import Console
 from torch import Tensor
 
 from engine.config import default_cache_dir
-from engine.dimensions import DIMENSIONS
-from engine.model import Linear
-from engine.tuned_table import encode
-from engine.tuning import prepare, tune
-from engine.tuning_report import report
+from engine.load.dimensions import DIMENSIONS
+from engine.run.model import Linear
 from graphs.rungs import rung
+from graphs.tuning.report import report
+from graphs.tuning.table import encode
+from graphs.tuning.tuner import prepare, tune
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned, missed
 

@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.errors import ConfigError, ForkgraphError, RequestError
-from engine.layout import Prompt, build_layout
-from engine.prompts import build_prompts
-from engine.requests import parse_request
-from engine.tokens import Tokens
+from engine.plan.layout import build_layout
+from engine.prompt import Prompt
+from engine.wire.prompts import build_prompts
+from engine.wire.requests import parse_request
+from engine.wire.tokens import Tokens
 
 SETS = ("m1", "m2", "m3", "m4", "m5")
 MANIFEST = Path(__file__).with_name("manifest.json")

@@ -28,15 +28,15 @@ from peers import text_config
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.checkpoint import HEAD, INDEX, RandomWeights, expected_tensors, open_checkpoint
-from engine.dimensions import DIMENSIONS, ModelDimensions
-from engine.executor import Executor
-from engine.layout import Prompt
-from engine.lora import SETTINGS, VALUES, Adapter, open_adapter
-from engine.model import Backbone, Weights
-from engine.package import ADAPTER, MODEL, TEMPERATURE, folder_sha256, read_package
-from engine.package import HEAD as HEAD_FILE
-from engine.weights import Source, load_weights
+from engine.load.checkpoint import HEAD, INDEX, RandomWeights, expected_tensors, open_checkpoint
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter
+from engine.load.package import ADAPTER, MODEL, TEMPERATURE, folder_sha256, read_package
+from engine.load.package import HEAD as HEAD_FILE
+from engine.load.weights import Source, load_weights
+from engine.prompt import Prompt
+from engine.run.executor import Executor
+from engine.run.model import Backbone, Weights
 from ops.linear import linear_fixed
 
 SHARD_BYTES = 4 << 30

@@ -24,10 +24,11 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from engine.dimensions import ModelDimensions
 from engine.errors import ConfigError, InferenceError, RequestError
-from engine.layout import Prompt, build_layout
-from engine.model import AttentionWeights, Weights
+from engine.load.dimensions import ModelDimensions
+from engine.plan.layout import build_layout
+from engine.prompt import Prompt
+from engine.run.model import AttentionWeights, Weights
 from ops.tables import CONV_HISTORY
 
 PATHS = ("torch", "fla")

@@ -32,11 +32,11 @@ from gemm_only import gemm_only_us, matrices_of
 from measure import Record, Results
 
 from engine.config import LARGEST_MAX_LENGTH, RANDOM
-from engine.dimensions import DIMENSIONS
 from engine.engine import Engine, Forward
 from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
-from engine.executor import Counters
-from engine.layout import Layout, build_layout
+from engine.load.dimensions import DIMENSIONS
+from engine.plan.layout import Layout, build_layout
+from engine.statistics import Counters
 
 AUTO = "auto"
 SINGLE = ("levels", "tree", "batched", "independent")

@@ -4,8 +4,8 @@
     profiling/nsys.sh model=9b checkpoint=random tokenizer=FOLDER workload=m1/1024x32 out=FOLDER
 
 Loading, compiling, capturing and two warm-up runs come before the range, which cudaProfilerStart and cudaProfilerStop
-bound. Requests and passes are named ranges with their numbers (engine/ranges.py): NVTX, or with `trace=true` those of
-torch.profiler; two profilers cannot watch one process.
+bound. Requests and passes are named ranges with their numbers (engine/run/ranges.py): NVTX, or with `trace=true` those
+of torch.profiler; two profilers cannot watch one process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from manifest import SETS, Workload, workloads
 from measure import environment
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-from engine import ranges
-from engine.batch import Load
 from engine.cli import config_text, run_command, write_whole
 from engine.config import EngineConfig, nearest, resolve
 from engine.engine import Engine, Forward
 from engine.errors import ConfigError
-from engine.layout import Prompt
+from engine.lines import Load
+from engine.prompt import Prompt
+from engine.run import ranges
 
 WARM_UPS = 2
 """The first run misses graphs, which are then captured; the second replays them."""

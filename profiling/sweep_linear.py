@@ -20,7 +20,7 @@ from cases import projections
 from measure import graph_times
 from torch import Tensor
 
-from engine.dimensions import DIMENSIONS
+from engine.load.dimensions import DIMENSIONS
 from ops.kernels import linear as kernels
 from ops.kernels.linear import Tile, launch_linear_fixed
 

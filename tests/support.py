@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.checkpoint import expected_tensors, random_tensor
-from engine.dimensions import ModelDimensions
-from engine.executor import Counters, Executor
-from engine.layout import Layout, Prompt, build_layout, independent_layout
-from engine.model import Backbone, Linear
-from engine.schedule import Limits, plan_passes
-from engine.weights import load_weights
+from engine.load.checkpoint import expected_tensors, random_tensor
+from engine.load.dimensions import ModelDimensions
+from engine.load.weights import load_weights
+from engine.plan.layout import Layout, build_layout, independent_layout
+from engine.plan.schedule import Limits, plan_passes
+from engine.prompt import Prompt
+from engine.run.executor import Executor
+from engine.run.model import Backbone, Linear
+from engine.statistics import Counters
 from ops.linear import linear_fixed
 
 VOCABULARY = 512

@@ -1,0 +1,111 @@
+"""From checkpoint tensors, by their Hugging Face names, to the fused device weights of the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from engine.load.dimensions import ModelDimensions
+from engine.load.lora import Adapter
+from engine.run.model import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
+from ops.checks import ALIGNMENT
+
+Source = Callable[[str], Tensor]
+"""A tensor by its text-model name without prefix, for instance ``layers.3.self_attn.q_proj.weight``."""
+Progress = Callable[[int, int], None]
+"""Layers done, layers in all."""
+
+
+def load_weights(
+    source: Source,
+    dimensions: ModelDimensions,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    positions: int,
+    progress: Progress | None = None,
+    adapter: Adapter | None = None,
+) -> Weights:
+    """Fused weights on `device`, layer by layer; what is read goes straight to its place there.
+
+    Matrices and norm weights take `dtype`; `A_log` and the gated norm's weight are float32 whatever the file holds,
+    which keeps a float32 file bit for bit. `positions` is the length of the rotary table. An `adapter` given here
+    stays beside the weights; a merged one is part of `source` (`Adapter.merged`).
+    """
+
+    def one(name: str, as_dtype: torch.dtype = dtype) -> Tensor:
+        tensor = source(name).to(device=device, dtype=as_dtype).contiguous()
+        return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()  # files align to 8 bytes
+
+    def fused(rows: int, inputs: int, *modules: str) -> Tensor:
+        """Their weights one below the other, zeros below them."""
+        whole, done = torch.empty(rows, inputs, dtype=dtype, device=device), 0
+        for module in modules:
+            part = source(module + ".weight")
+            whole[done : done + len(part)].copy_(part)
+            done += len(part)
+        whole[done:].zero_()
+        return whole
+
+    def low_rank(weight: Tensor, *modules: str) -> LowRank | None:
+        return None if adapter is None else adapter.low_rank(modules, weight)
+
+    hidden = dimensions.hidden_size
+    layers: list[GdnWeights | AttentionWeights] = []
+    for n, kind in enumerate(dimensions.layer_types):
+        p = f"layers.{n}."
+        gate_up_modules = [p + "mlp.gate_proj", p + "mlp.up_proj"]
+        gate_up = fused(2 * dimensions.intermediate_size, hidden, *gate_up_modules)
+        down = one(p + "mlp.down_proj.weight")
+        mlp = MlpWeights(
+            norm_h=one(p + "post_attention_layernorm.weight"),
+            gate_up=gate_up,
+            down=down,
+            gate_up_lora=low_rank(gate_up, *gate_up_modules),
+            down_lora=low_rank(down, p + "mlp.down_proj"),
+        )
+        norm_h = one(p + "input_layernorm.weight")
+        if kind == "full_attention":
+            a = p + "self_attn."
+            in_modules = [f"{a}{name}_proj" for name in "qkv"]
+            in_proj, out_proj = fused(dimensions.attention_proj, hidden, *in_modules), one(a + "o_proj.weight")
+            layers.append(
+                AttentionWeights(
+                    norm_h=norm_h,
+                    in_proj=in_proj,
+                    q_norm=one(a + "q_norm.weight"),
+                    k_norm=one(a + "k_norm.weight"),
+                    out_proj=out_proj,
+                    mlp=mlp,
+                    in_lora=low_rank(in_proj, *in_modules),
+                    out_lora=low_rank(out_proj, a + "o_proj"),
+                )
+            )
+        else:
+            g = p + "linear_attn."
+            in_modules = [f"{g}in_proj_{name}" for name in ("qkv", "z", "b", "a")]
+            in_proj, out_proj = fused(dimensions.gdn_proj, hidden, *in_modules), one(g + "out_proj.weight")
+            layers.append(
+                GdnWeights(
+                    norm_h=norm_h,
+                    in_proj=in_proj,
+                    conv=one(g + "conv1d.weight").view(dimensions.conv_dim, -1),
+                    a_log=one(g + "A_log", torch.float32),
+                    dt_bias=one(g + "dt_bias"),
+                    out_norm=one(g + "norm.weight", torch.float32),
+                    out_proj=out_proj,
+                    mlp=mlp,
+                    in_lora=low_rank(in_proj, *in_modules),
+                    out_lora=low_rank(out_proj, g + "out_proj"),
+                )
+            )
+        if progress is not None:
+            progress(n + 1, len(dimensions.layer_types))
+    return Weights(
+        embedding=one("embed_tokens.weight"),
+        layers=tuple(layers),
+        norm_h=one("norm.weight"),
+        rope=rope_table(dimensions, positions, dtype=dtype, device=device),
+    )

@@ -1,0 +1,244 @@
+"""The command lines: clean output, whole files, one line for a mistake, and runs that go on where they stopped."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from engine import cli
+from engine.config import EngineConfig, ScoreConfig
+from engine.errors import ConfigError, InferenceError, RequestError
+from engine.score import score
+
+ROOT = Path(__file__).parents[2]
+REQUEST = b'{"state": "s", "questions": {"q": {"type": "noul", "instructions": "i"}}}'
+
+
+class FakeResponse:
+    def __init__(self, body: bytes) -> None:
+        self.body = body
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "model": "fake",
+            "answers": {
+                "colour": {"type": "choice", "choice": "red", "probabilities": {"red": 0.75, "blue": 0.25},
+                           "confidence": 0.5},
+                "sure": {"type": "noul", "noul": 0.125},
+                "level": {"type": "score", "score": 1.5, "probabilities": {"0": 0.0, "1": 0.5, "2": 0.5},
+                          "confidence": 0.25, "legend": {}},
+            },
+            "usage": {"input_tokens": 1234, "output_tokens": 0},
+            "metadata": {"inference_seconds": 0.5, "prefix_cache": {"reused_input_tokens": 1000}, "weights": "random",
+                         "body": self.body.decode()},
+        }  # fmt: skip
+
+
+class FakeEngine:
+    """Answers any line; `bad`, `broken` and `stop` do what they say. Knows whether it was closed."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+        self.configs: list[EngineConfig] = []
+        self.open = 0
+
+    def load(self, config: EngineConfig) -> FakeEngine:
+        self.configs.append(config)
+        return self
+
+    def __enter__(self) -> FakeEngine:
+        self.open += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open -= 1
+
+    def score(self, body: bytes) -> FakeResponse:
+        if body == b"stop":
+            raise KeyboardInterrupt
+        if body == b"bad":
+            raise RequestError("state must be text", field="state", value=3)
+        if body == b"broken":
+            raise InferenceError("not finite")
+        self.seen.append(body)
+        return FakeResponse(body)
+
+
+class Run:
+    """One call of `score` with streams of its own."""
+
+    def __init__(self, engine: FakeEngine, stdin: bytes = b"", **options: Any) -> None:
+        out, err = io.StringIO(), io.StringIO()
+        try:
+            config = ScoreConfig(device="cpu", **options)
+            self.code = score(config, load=engine.load, stdin=io.BytesIO(stdin), stdout=out, stderr=err)  # type: ignore
+        finally:
+            self.out, self.err = out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def test_the_example_is_scored_and_named_when_no_request_is_given(engine: FakeEngine) -> None:
+    run = Run(engine)
+    assert run.code == 0
+    assert engine.seen == [(ROOT / cli.EXAMPLE).read_bytes()]
+    assert cli.EXAMPLE in run.err
+    assert engine.open == 0
+
+
+def test_json_goes_to_stdout_and_the_table_to_stderr(engine: FakeEngine) -> None:
+    run = Run(engine, REQUEST, request="-")
+    assert json.loads(run.out) == FakeResponse(REQUEST).to_dict()
+    for cells in (["colour", "choice", "red", "0.500"], ["sure", "noul", "yes with 0.125"], ["level", "1.50 of 2"]):
+        assert any(all(cell in line for cell in cells) for line in run.err.splitlines()), cells
+    assert "1,234 tokens, 1,000 of them reused, 500 ms" in run.err
+    assert "The weights are random" in run.err
+
+
+def test_markup_in_names_is_shown_as_it_is(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    response = FakeResponse(REQUEST).to_dict()
+    response["answers"] = {"[red]x[/nope]": {"type": "noul", "noul": 0.5}}
+    monkeypatch.setattr(FakeResponse, "to_dict", lambda _: response)
+    assert "[red]x[/nope]" in Run(engine, REQUEST, request="-").err
+
+
+def test_out_takes_the_answers_and_the_options_lie_beside_it(engine: FakeEngine, tmp_path: Path) -> None:
+    out = tmp_path / "a.json"
+    run = Run(engine, REQUEST, request="-", out=str(out), split="aligned")
+    assert run.out == ""
+    assert json.loads(out.read_bytes()) == FakeResponse(REQUEST).to_dict()
+    saved = OmegaConf.load(tmp_path / "a.json.config.yaml")
+    assert (saved.split, saved.gemm, saved.schedule, saved.device) == ("aligned", "fixed", "levels", "cpu")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_the_engine_gets_the_resolved_options(engine: FakeEngine) -> None:
+    Run(engine, schedule="auto", dtype="auto")
+    assert (engine.configs[0].schedule, engine.configs[0].dtype) == ("levels", "float32")
+
+
+def test_one_bad_request_is_raised_and_nothing_is_written(engine: FakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(RequestError):
+        Run(engine, b"bad", request="-", out=str(tmp_path / "a.json"))
+    assert list(tmp_path.iterdir()) == []
+    assert engine.open == 0
+
+
+def test_a_folder_that_cannot_be_written_is_named(engine: FakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"out=.*/missing/a\.json: No such file"):
+        Run(engine, REQUEST, request="-", out=str(tmp_path / "missing" / "a.json"))
+
+
+def test_a_request_file_that_is_not_there_is_told_with_its_neighbour(engine: FakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "ticket.json").write_bytes(REQUEST)
+    for name in ("tiket.json", "tiket.jsonl"):
+        with pytest.raises(ConfigError, match=rf"request=.*{name}: no such file; did you mean 'ticket\.json'\?"):
+            Run(engine, request=str(tmp_path / name))
+    assert engine.configs == []
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    path.write_bytes(b"one\n\n  \nbad\r\nbroken\nlast")
+    return path
+
+
+def test_lines_are_answered_one_by_one_and_bad_ones_get_an_error_row(engine: FakeEngine, lines: Path) -> None:
+    run = Run(engine, request=str(lines))
+    assert run.code == 1
+    assert [json.loads(line) for line in run.out.splitlines()] == [
+        {"line": 1, **FakeResponse(b"one").to_dict()},
+        {"line": 4, "error": "state must be text", "field": "state"},
+        {"line": 5, "error": "not finite", "field": None},
+        {"line": 6, **FakeResponse(b"last").to_dict()},
+    ]
+    assert run.err == "4 requests; 2 failed\n"
+    assert len(engine.configs) == 1
+
+
+def test_lines_without_a_failure_give_code_0(engine: FakeEngine, tmp_path: Path) -> None:
+    (tmp_path / "r.jsonl").write_bytes(b"a\nb\n")
+    out = tmp_path / "out.jsonl"
+    assert Run(engine, request=str(tmp_path / "r.jsonl"), out=str(out)).code == 0
+    assert [row["line"] for row in rows(out)] == [1, 2]
+    assert (tmp_path / "out.jsonl.config.yaml").exists()
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_next_run_goes_on(engine: FakeEngine, tmp_path: Path) -> None:
+    requests, out = tmp_path / "r.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(b"a\nb\nstop\nd\n")
+    with pytest.raises(KeyboardInterrupt):
+        Run(engine, request=str(requests), out=str(out))
+    assert [row["line"] for row in rows(out)] == [1, 2]
+    assert engine.open == 0
+
+    requests.write_bytes(b"a\nb\nc\nd\n")
+    run = Run(engine, request=str(requests), out=str(out))
+    assert run.code == 0
+    assert engine.seen == [b"a", b"b", b"c", b"d"]
+    assert [row["line"] for row in rows(out)] == [1, 2, 3, 4]
+    assert run.err == "4 requests, 2 of them from an earlier run; 0 failed\n"
+
+
+def test_a_row_that_was_cut_off_is_done_again(engine: FakeEngine, tmp_path: Path) -> None:
+    requests, out = tmp_path / "r.jsonl", tmp_path / "out.jsonl"
+    requests.write_bytes(b"a\nb\n")
+    Run(engine, request=str(requests), out=str(out))
+    whole = out.read_bytes()
+    out.write_bytes(whole[:-10])
+    Run(engine, request=str(requests), out=str(out))
+    assert out.read_bytes() == whole
+    assert engine.seen == [b"a", b"b", b"b"]
+
+
+def test_nothing_is_loaded_when_every_line_has_its_row_and_failures_still_count(
+    engine: FakeEngine, lines: Path, tmp_path: Path
+) -> None:
+    options = {"request": str(lines), "out": str(tmp_path / "out.jsonl")}
+    assert Run(engine, **options).code == 1
+    again = Run(engine, **options, progress=False)
+    assert again.code == 1
+    assert again.err == "4 requests, 4 of them from an earlier run; 2 failed\n"
+    assert len(engine.configs) == 1
+
+
+def test_rows_of_other_options_are_not_mixed(engine: FakeEngine, lines: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    Run(engine, request=str(lines), out=str(out))
+    before = out.read_bytes()
+    with pytest.raises(ConfigError, match=r"out=.*out\.jsonl was begun with split=exact; give the same options"):
+        Run(engine, request=str(lines), out=str(out), split="aligned")
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"line": 1}\n'])
+def test_a_file_of_somebody_else_is_left_alone(engine: FakeEngine, lines: Path, tmp_path: Path, content: str) -> None:
+    out = tmp_path / "notes.txt"
+    out.write_text(content)
+    with pytest.raises(ConfigError, match="is not from this command"):
+        Run(engine, request=str(lines), out=str(out))
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize("row", ["[]", "{}", "null", "no", '{"line": "x"}'])
+def test_a_row_that_is_none_is_told_by_its_line(engine: FakeEngine, lines: Path, tmp_path: Path, row: str) -> None:
+    out = tmp_path / "out.jsonl"
+    Run(engine, request=str(lines), out=str(out))
+    damaged = out.read_text().replace("\n", f"\n{row}\n", 1)
+    out.write_text(damaged)
+    with pytest.raises(ConfigError, match=r"line 2 is not a row of this command"):
+        Run(engine, request=str(lines), out=str(out))
+    assert out.read_text() == damaged
