@@ -26,9 +26,10 @@ import session
 from manifest import Workload
 from session import SessionConfig
 
-from engine import Engine, ranges
+from engine import Engine
 from engine.cli import to_config
 from engine.errors import ConfigError
+from engine.run import ranges
 from tests.engine.engine_support import TICKET, cache_dir
 
 PROFILING = Path(session.__file__).parent
