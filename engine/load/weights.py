@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.load.dimensions import ModelDimensions
 from engine.load.lora import Adapter
 from engine.run.model import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
+from engine.run.modes import own_modes
 from ops.checks import ALIGNMENT
 
 Source = Callable[[str], Tensor]
@@ -18,6 +19,7 @@ Progress = Callable[[int, int], None]
 """Layers done, layers in all."""
 
 
+@own_modes()
 def load_weights(
     source: Source,
     dimensions: ModelDimensions,

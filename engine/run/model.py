@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.load.dimensions import ModelDimensions
+from engine.run.modes import own_modes
 from engine.run.snapshot import AttentionBuffers, GdnBuffers, LayerBuffers
 from graphs.regions import Region, compiled, dynamic_rows
 from ops.add_rms_norm import add_rms_norm
@@ -91,8 +92,9 @@ def rope_table(dimensions: ModelDimensions, positions: int, *, dtype: torch.dtyp
     Text positions are equal in all three mrope sections, so plain rotary angles serve.
     """
     rotary = dimensions.rotary_dim
-    inverse = 1.0 / dimensions.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.int64).float() / rotary)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
+    even = torch.arange(0, rotary, 2, dtype=torch.int64, device="cpu")
+    inverse = 1.0 / dimensions.rope_theta ** (even.float() / rotary)
+    angles = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * inverse
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype).to(device)
 
 
@@ -244,7 +246,7 @@ class Backbone(nn.Module):
             key = (dimensions, weights.embedding.dtype, weights.embedding.device, linear)
             self._forwards = {kind: compiled(kind.forward, key) for kind in self._forwards}
 
-    @torch.no_grad()
+    @own_modes()
     def forward(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
         """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
         x_Rh: Tensor = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
