@@ -7,24 +7,24 @@ a first-in-first-out queue. Safe to call from many threads.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import RANDOM, SPLITS, EngineConfig, resolve
+from engine.config import SPLITS, EngineConfig, cache_folder, configured, resolve
 from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
 from engine.load.dimensions import ModelDimensions
-from engine.load.opening import check_vocabulary, open_model
+from engine.load.opening import open_model
 from engine.load.weights import Progress, load_weights
+from engine.options import EngineOptions, RunOptions
 from engine.plan.auto import fastest_first, passes_of
 from engine.plan.drawing import ExplainReport, explain_report
 from engine.plan.layout import Layout, build_layout, independent_layout
@@ -35,11 +35,9 @@ from engine.run.executor import Executor
 from engine.run.model import Backbone, Weights
 from engine.run.ranges import enable
 from engine.statistics import Counters, run_statistics
-from engine.wire.answers import Head, Provenance, Response, answer_request, respond, scalar_scores
-from engine.wire.letters import LettersHead, letter_answers, letter_prompts, parse_letters
-from engine.wire.prompts import build_prompts
-from engine.wire.requests import Request, parse_request
-from engine.wire.tokens import Tokens
+from engine.wire.answers import Provenance, Response, respond
+from engine.wire.processor import Processor
+from engine.wire.requests import Request
 from graphs.rungs import LADDER, rung
 from graphs.tuning.tuner import prepare
 from ops.linear import linear_default, linear_fixed
@@ -78,25 +76,18 @@ class Engine:
         self,
         config: EngineConfig,
         *,
-        tokens: Tokens,
+        processor: Processor,
         weights: Weights,
         dimensions: ModelDimensions,
-        head: Head | LettersHead,
         provenance: Provenance,
-        aliases: Sequence[str] = (),
     ) -> None:
-        """`config` must be resolved. Requests may name the model of `provenance` or an alias.
-
-        `Engine.load` is the usual way in.
-        """
-        self._names = (provenance.model, *aliases)
-        self.config, self.dimensions, self.head, self.provenance = config, dimensions, head, provenance
-        self._tokens, self._weights = tokens, weights
+        """`config` must be resolved. `Engine.load` is the usual way in."""
+        self.config, self.dimensions, self.processor, self.provenance = config, dimensions, processor, provenance
+        self._weights = weights
         if config.nvtx:
             enable()
         if config.gemm == "tuned":
-            assert config.cache_dir is not None
-            prepare(dimensions, device=torch.device(config.device), cache_dir=Path(config.cache_dir))
+            prepare(dimensions, device=torch.device(config.device), cache_dir=cache_folder(config))
         backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs != "eager")
         graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
         self._executor = Executor(backbone, capture_limit_bytes=graphs_bytes)
@@ -104,38 +95,35 @@ class Engine:
         self._closed = False
 
     @classmethod
-    def load(cls, config: EngineConfig | None = None, *, progress: Progress | None = None, **options: Any) -> Self:
-        """Load weights onto the device: `Engine.load(model="9b", checkpoint=folder)` or with a whole config.
+    def load(
+        cls,
+        config: EngineConfig | Mapping[str, Any] | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Self:
+        """Load weights onto the device: `Engine.load(model="9b", checkpoint=folder)` or with a whole config, which may
+        be a mapping of options.
 
         `progress` is called with (layers done, layers in all). Raises ConfigError for options that cannot work and
         CheckpointError for files that are missing, damaged or of other dimensions.
         """
-        config = resolve(_configured(config or EngineConfig(), options))
+        config = resolve(configured(config, options))
         device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-        model = open_model(config, dtype, device)
-        dimensions = model.dimensions
-        least = plan_memory(dimensions, rows=LADDER[0], reads=1, buffers=BufferSizes(), **_memory_of(config))
-        _check_memory(least, config)
-        weights = load_weights(
-            model.tensor, dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
-            adapter=model.beside,
-        )  # fmt: skip
-        lora = {} if model.lora is None else {"lora": model.lora}
+        with open_model(config, dtype, device) as model:
+            dimensions = model.dimensions
+            least = plan_memory(dimensions, rows=LADDER[0], reads=1, buffers=BufferSizes(), **_memory_of(config))
+            _check_memory(least, config)
+            weights = load_weights(
+                model.tensor, dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
+                adapter=model.beside,
+            )  # fmt: skip
         engine = cls(
             config,
-            tokens=model.tokens,
+            processor=model.processor,
             weights=weights,
             dimensions=dimensions,
-            head=model.head,
-            provenance=Provenance(
-                model=model.names[0],
-                base_revision=model.base_revision,
-                max_length=config.max_length,
-                backbone_parameter_dtypes=[f"torch.{config.dtype}", "torch.float32"],
-                checkpoint_sha256=model.checkpoint_sha256,
-                extra=_run_metadata(config) | lora,
-            ),
-            aliases=model.names[1:],
+            provenance=_ran_with(config, model.provenance),
         )
         if device.type == "cuda":
             engine.warm_up()
@@ -144,30 +132,29 @@ class Engine:
     def warm_up(self) -> None:
         """Answer a real request in every way that may be chosen, which compiles all there is, and capture the graphs
         that `warmup` names."""
-        rows = {rung(rows) for rows in self.config.warmup}
+        warmup = self.config.warmup
+        rows = set(LADDER) if isinstance(warmup, str) else {rung(rows) for rows in warmup}
         self.score(_WARM_UP)
-        for _, plan in self._options(self._prompts(self._parsed(_WARM_UP)), Limits()):
+        for _, plan in self._options(self.prompts(_WARM_UP), Limits()):
             self._enqueue(partial(self._executor.run, plan)).result()
         for length in sorted(rows, reverse=True):
             length = min(length, self.config.max_length)
             self.hidden_states([Prompt(np.resize(np.arange(16, dtype=np.int32), length))])
         self.settle()
 
-    def like(self, **options: Any) -> Engine:
+    def like(self, **options: Unpack[RunOptions]) -> Engine:
         """Another engine over the same weights with other run options (split, gemm, schedule, pack, graphs)."""
         self._check_open()
         for name in options:
             if name not in _RUN_OPTIONS:
                 raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(_RUN_OPTIONS)}")
-        config = resolve(_configured(self.config, options))
+        config = resolve(configured(self.config, options))
         return Engine(
             config,
-            tokens=self._tokens,
+            processor=self.processor,
             weights=self._weights,
             dimensions=self.dimensions,
-            head=self.head,
-            provenance=replace(self.provenance, extra={**self.provenance.extra, **_run_metadata(config)}),
-            aliases=self._names[1:],
+            provenance=_ran_with(config, self.provenance),
         )
 
     def score(self, request: Request | dict[str, Any] | str | bytes) -> Response:
@@ -180,8 +167,8 @@ class Engine:
         The result raises CapacityError, before any forward, when the request fits no pass or not `memory.limit_gib`.
         `cancel()` on the result removes a request that has not started; one that has runs to its end.
         """
-        parsed = self._parsed(request)
-        questions = self._prompts(parsed)
+        parsed = self.processor.parse(request)
+        questions = self.processor.prompts(parsed)
         return self._enqueue(lambda: self._answer(parsed, questions))
 
     def hidden_states(self, prompts: Sequence[Prompt | Sequence[int]]) -> list[Tensor]:
@@ -200,7 +187,7 @@ class Engine:
 
     def prompts(self, request: Request | dict[str, Any] | str | bytes) -> list[list[Prompt]]:
         """The candidates of each question of `request`, as token ids. Raises RequestError; runs nothing."""
-        return self._prompts(self._parsed(request))
+        return self.processor.prompts(self.processor.parse(request))
 
     def forward(self, questions: Sequence[Sequence[Prompt]], *, name: str | None = None) -> Forward:
         """Run the candidates of `questions`, as `prompts` gives them: a request without its text and head.
@@ -247,10 +234,10 @@ class Engine:
 
     def explain(self, request: Request | dict[str, Any] | str | bytes) -> ExplainReport:
         """What `request` would run: its prefix tree, rows with and without reuse, and bytes. Runs nothing."""
-        parsed = self._parsed(request)
-        prompts = self._prompts(parsed)
+        parsed = self.processor.parse(request)
+        prompts = self.processor.prompts(parsed)
         splits = sorted(SPLITS, key=lambda split: split != self.config.split)
-        layouts = {split: build_layout(prompts, split) for split in splits}  # type: ignore[arg-type]
+        layouts: dict[str, Layout] = {split: build_layout(prompts, split) for split in splits}
         bytes_each = 2 if self.config.dtype == "bfloat16" else 4
         return explain_report(layouts, self.dimensions, bytes_each, question_names=list(parsed.questions))
 
@@ -294,23 +281,6 @@ class Engine:
             with suppress(RuntimeError):  # the queue was closed meanwhile
                 self._queue.submit(self._executor.capture_missed)
 
-    def _parsed(self, request: Request | dict[str, Any] | str | bytes) -> Request:
-        if isinstance(request, Request):
-            return request
-        parse = parse_letters if isinstance(self.head, LettersHead) else parse_request
-        return parse(request, self._names)
-
-    def _prompts(self, request: Request) -> list[list[Prompt]]:
-        if isinstance(self.head, LettersHead):
-            prompts = letter_prompts(request, self._tokens, self.head.system_message, self.config.max_length)
-        else:
-            built = build_prompts(request, self._tokens, self.config.max_length)
-            prompts = [question.prompts for question in built.questions]
-        questions = [[Prompt(ids) for ids in question] for question in prompts]
-        largest = max(int(prompt.token_ids.max()) for question in questions for prompt in question)
-        check_vocabulary(largest, self.dimensions)
-        return questions
-
     def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
         return checked_prompt(field, prompt, vocab_size=self.dimensions.vocab_size, max_length=self.config.max_length)
 
@@ -334,7 +304,7 @@ class Engine:
         """What may be run, the fastest predicted first."""
         schedule, pack, split = self.config.schedule, self.config.pack, self.config.split
         whole = schedule in ("independent", "batched")
-        layout = independent_layout(questions) if whole else build_layout(questions, split)  # type: ignore[arg-type]
+        layout = independent_layout(questions) if whole else build_layout(questions, split)
         if schedule != "auto":
             yield layout, plan_passes(layout, schedule=schedule, pack=pack, limits=limits)
             return
@@ -346,7 +316,7 @@ class Engine:
             elif way == "levels":
                 yield layout, plan_passes(layout, schedule="levels", pack=pack, limits=limits)
             else:
-                flat = build_layout(questions, split, question_prefixes=False)  # type: ignore[arg-type]
+                flat = build_layout(questions, split, question_prefixes=False)
                 yield flat, plan_passes(flat, schedule="levels", pack=pack, limits=limits)
 
     def _memory(self, plan: Plan) -> MemoryPlan:
@@ -363,15 +333,11 @@ class Engine:
         start = time.perf_counter()
         layout, plan = self._plan(questions)
         hidden, counters = self._executor.run(plan)
-        last = [places[-1] for places in plan.reads_of_prompt]
-        states = hidden[last].float().numpy()
-        if isinstance(self.head, LettersHead):
-            answers = letter_answers(request, states, self.head)
-        else:
-            answers = answer_request(request, scalar_scores(states, self.head), self.head.temperature)
+        states = hidden.float().numpy()
+        answers = self.processor.answers(request, [states[list(places)] for places in plan.reads_of_prompt])
         shares = self.config.schedule not in ("independent", "batched")
         statistics = run_statistics(layout, counters, shares=shares)
-        return respond(answers, self.head, statistics, self.provenance, time.perf_counter() - start)
+        return respond(answers, self.processor, statistics, self.provenance, time.perf_counter() - start)
 
 
 def _memory_of(config: EngineConfig) -> dict[str, int]:
@@ -385,15 +351,6 @@ def _check_memory(plan: MemoryPlan, config: EngineConfig) -> None:
         raise CapacityError(f"this needs {plan}, above memory.limit_gib={limit:g}")
 
 
-def _configured(config: EngineConfig, options: dict[str, Any]) -> EngineConfig:
-    known = {f.name for f in fields(config)}
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{name} is no option of an engine; known: {', '.join(sorted(known))}")
-    return replace(config, **options)
-
-
-def _run_metadata(config: EngineConfig) -> dict[str, Any]:
-    made = config.checkpoint in (None, RANDOM)
+def _ran_with(config: EngineConfig, provenance: Provenance) -> Provenance:
     run = {name: getattr(config, name) for name in _RUN_OPTIONS}
-    return {"weights": "random" if made else "checkpoint", "device": config.device, **run}
+    return replace(provenance, extra={**provenance.extra, **run})
