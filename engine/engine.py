@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.config import SPLITS, EngineConfig, cache_folder, configured, resolve
-from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
+from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError
 from engine.load.dimensions import ModelDimensions
 from engine.load.opening import open_model
 from engine.load.weights import Progress, load_weights
@@ -30,7 +30,7 @@ from engine.plan.drawing import ExplainReport, explain_report
 from engine.plan.layout import Layout, build_layout, independent_layout
 from engine.plan.memory import MemoryPlan, plan_memory
 from engine.plan.schedule import BufferSizes, Limits, Plan, plan_passes
-from engine.prompt import Prompt, checked_prompt
+from engine.prompt import Prompt, checked_prompts, checked_questions
 from engine.run.executor import Executor
 from engine.run.model import Backbone, Weights
 from engine.run.ranges import enable
@@ -177,9 +177,7 @@ class Engine:
         Token ids are taken as they are. Raises RequestError for no prompt, an empty one, an id outside the vocabulary
         or a prompt above max_length, InferenceError for a read that is not finite.
         """
-        if not prompts:
-            raise RequestError("there must be at least one prompt", field="prompts")
-        states = self._forward([[self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]]).hidden
+        states = self._forward([checked_prompts("prompts", prompts, **self._readable)]).hidden
         for i, rows in enumerate(states):
             if not torch.isfinite(rows).all():
                 raise InferenceError(f"prompts[{i}]: a final hidden state is not finite")
@@ -195,13 +193,7 @@ class Engine:
         `name` is what a profiler's ranges call it. Raises RequestError for no candidate or one that the model cannot
         read, else what `submit` raises.
         """
-        if not questions or not all(questions):
-            raise RequestError("there must be questions, and a candidate in each", field="questions")
-        checked = [
-            [self._checked(f"questions[{q}][{c}]", prompt) for c, prompt in enumerate(candidates)]
-            for q, candidates in enumerate(questions)
-        ]
-        return self._forward(checked, name)
+        return self._forward(checked_questions(questions, **self._readable), name)
 
     def _forward(self, questions: Sequence[Sequence[Prompt]], name: str | None = None) -> Forward:
         def run() -> Forward:
@@ -281,8 +273,9 @@ class Engine:
             with suppress(RuntimeError):  # the queue was closed meanwhile
                 self._queue.submit(self._executor.capture_missed)
 
-    def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
-        return checked_prompt(field, prompt, vocab_size=self.dimensions.vocab_size, max_length=self.config.max_length)
+    @property
+    def _readable(self) -> dict[str, int]:
+        return {"vocab_size": self.dimensions.vocab_size, "max_length": self.config.max_length}
 
     def _plan(self, questions: Sequence[Sequence[Prompt]]) -> tuple[Layout, Plan]:
         """The layout and passes to run: within the memory limit, and for `schedule=auto` the fastest predicted.
