@@ -26,6 +26,7 @@ GEMMS = ("auto", "default", "fixed", "tuned")
 SCHEDULES = ("auto", "independent", "batched", "levels", "tree")
 PACKS = ("all", "one")
 GRAPHS = ("auto", "eager", "compiled", "captured")
+CAPTURES = ("answer", "load", "idle")
 HEADS = ("auto", "scalar", "yes_minus_no", "letters")
 LORAS = ("merged", "unmerged")
 CONTROLS = ("plain", "special")
@@ -121,7 +122,11 @@ class EngineConfig:
     pack: str = "all"
     """`one` runs branches one by one, to measure reuse alone."""
     graphs: str = "auto"
-    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: compiled, from CUDA graphs."""
+    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: replayed from CUDA graphs."""
+    capture: str = "answer"
+    """When a missing graph is captured. `answer`: before the answer is handed over, when a program of one thread can do
+    nothing that breaks a capture. `load`: while loading, and never later. `idle`: when no request waits, in a process
+    that does nothing else on CUDA."""
     head: str = "auto"
     """`auto`: what the checkpoint was trained with. `scalar` is a trained one, `yes_minus_no` needs no training, and
     `letters` lists all options in one prompt (Cua-S1)."""
@@ -147,6 +152,7 @@ class EngineConfig:
         _one_of("lora", self.lora, LORAS)
         _one_of("gemm", self.gemm, GEMMS)
         _one_of("graphs", self.graphs, GRAPHS)
+        _one_of("capture", self.capture, CAPTURES)
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError(
                 f"device={self.device} is not one of auto, cpu, cuda, cuda:N{nearest(self.device, ('cpu', 'cuda'))}"
@@ -271,6 +277,11 @@ def _resolve_device(device: str) -> str:
         found = f"{available} CUDA devices are" if available > 1 else f"{'one' if available else 'no'} CUDA device is"
         raise ConfigError(f"device={device}: {found} visible; use device=" + ("cuda:0" if available else "cpu"))
     return f"cuda:{index}"
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of an element of a resolved `dtype`."""
+    return {"bfloat16": 2, "float32": 4}[dtype]
 
 
 def default_cache_dir() -> Path:

@@ -43,3 +43,19 @@ class CapacityError(ForkgraphError):
 
 class InferenceError(ForkgraphError):
     """The forward itself failed. No answer is made up in its place; the engine stays usable."""
+
+
+class ClosedError(ForkgraphError):
+    """The engine was closed, before or while the request waited."""
+
+
+class DeviceLostError(ForkgraphError):
+    """The device answers this process no more. Every later call on it says so; a new process can go on."""
+
+
+class ForkedError(ForkgraphError):
+    """The engine belongs to the process that this one was forked from."""
+
+
+class SettingsError(ForkgraphError):
+    """A switch of the process that changes bits on a CPU is not as it was when the engine was loaded."""
