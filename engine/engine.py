@@ -10,23 +10,24 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import RANDOM, SPLITS, EngineConfig, dtype_bytes, resolve
+from engine.config import SPLITS, EngineConfig, cache_folder, configured, dtype_bytes, resolve
 from engine.errors import ClosedError, ConfigError, InferenceError, RequestError
 from engine.load.dimensions import ModelDimensions
 from engine.load.opening import open_model
-from engine.load.weights import Weights, load_weights
+from engine.load.tensors import Weights
+from engine.load.weights import load_weights
+from engine.options import EngineOptions, RunOptions
 from engine.plan.drawing import ExplainReport, explain_report
-from engine.plan.layout import build_layout
+from engine.plan.layout import Layout, build_layout
 from engine.plan.memory import MemoryPlan
 from engine.plan.planning import Planned, Planner
 from engine.prompt import Prompt, checked_prompt
@@ -93,30 +94,37 @@ class Engine:
             self._client.idle = self._executor.capture_next
 
     @classmethod
-    def load(cls, config: EngineConfig | None = None, *, progress: Progress | None = None, **options: Any) -> Self:
-        """Load weights onto the device: `Engine.load(model="9b", checkpoint=folder)` or with a whole config.
+    def load(
+        cls,
+        config: EngineConfig | Mapping[str, Any] | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Unpack[EngineOptions],
+    ) -> Self:
+        """Load weights onto the device: `Engine.load(model="9b", checkpoint=folder)` or with a whole config, which may
+        be a mapping of options.
 
         `progress` is called with (steps done, steps in all) of each part of it: layers, products, graphs. Raises
         ConfigError for options that cannot work and CheckpointError for files that are missing, damaged or of other
         dimensions.
         """
-        config = resolve(_configured(config or EngineConfig(), options))
+        config = resolve(configured(config, options))
         client = owner_of(torch.device(config.device)).client()
         return cls(config, **client.report(partial(_loaded, config, client), progress), progress=progress)
 
-    def like(self, *, progress: Progress | None = None, **options: Any) -> Engine:
+    def like(self, *, progress: Progress | None = None, **options: Unpack[RunOptions]) -> Engine:
         """Another engine over the same weights with other run options (split, gemm, schedule, pack, graphs, capture)."""
         self._check_open()
         for name in options:
             if name not in _RUN_OPTIONS:
                 raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(_RUN_OPTIONS)}")
-        config = resolve(_configured(self.config, options))
+        config = resolve(configured(self.config, options))
         return Engine(
             config,
             weights=self.weights,
             dimensions=self.dimensions,
             processor=self.processor,
-            provenance=replace(self.provenance, extra={**self.provenance.extra, **_run_metadata(config)}),
+            provenance=_ran_with(config, self.provenance),
             progress=progress,
         )
 
@@ -133,7 +141,7 @@ class Engine:
         result run on a thread of their own.
         """
         self._check_open()
-        parsed = self._parsed(request)
+        parsed = self.processor.parse(request)
         questions = self.processor.prompts(parsed)
         return self._client.submit(lambda: self._answer(parsed, questions))
 
@@ -154,7 +162,7 @@ class Engine:
 
     def prompts(self, request: Source) -> list[list[Prompt]]:
         """The candidates of each question of `request`, as token ids. Raises RequestError; runs nothing."""
-        return self.processor.prompts(self._parsed(request))
+        return self.processor.prompts(self.processor.parse(request))
 
     def forward(self, questions: Sequence[Sequence[Prompt]], *, name: str | None = None) -> Forward:
         """Run the candidates of `questions`, as `prompts` gives them: a request without its text and head.
@@ -189,10 +197,10 @@ class Engine:
 
     def explain(self, request: Source) -> ExplainReport:
         """What `request` would run: its prefix tree, rows with and without reuse, and bytes. Runs nothing."""
-        parsed = self._parsed(request)
+        parsed = self.processor.parse(request)
         prompts = self.processor.prompts(parsed)
         splits = sorted(SPLITS, key=lambda split: split != self.config.split)
-        layouts = {split: build_layout(prompts, split) for split in splits}  # type: ignore[arg-type]
+        layouts: dict[str, Layout] = {split: build_layout(prompts, split) for split in splits}
         bytes_each = dtype_bytes(self.config.dtype)
         return explain_report(layouts, self.dimensions, bytes_each, question_names=list(parsed.questions))
 
@@ -214,9 +222,6 @@ class Engine:
         self._client.owner.check()
         if self._client.closed:
             raise ClosedError(CLOSED)
-
-    def _parsed(self, request: Source) -> Request:
-        return request if isinstance(request, Request) else self.processor.parse(request)
 
     def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
         return checked_prompt(field, prompt, vocab_size=self.dimensions.vocab_size, max_length=self.config.max_length)
@@ -271,19 +276,19 @@ class Engine:
 def _loaded(config: EngineConfig, client: Client, progress: Progress) -> dict[str, Any]:
     """What an engine is made of, on the thread that owns the device."""
     device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    model = open_model(config, dtype, device)
-    Planner(config, model.dimensions).check_least(others=client.owner.bytes_beside(client))
-    weights = load_weights(
-        model.tensor, model.dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
-        adapter=model.beside,
-    )  # fmt: skip
+    with open_model(config, dtype, device) as model:
+        Planner(config, model.dimensions).check_least(others=client.owner.bytes_beside(client))
+        weights = load_weights(
+            model.tensor, model.dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
+            adapter=model.beside,
+        )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     return {
         "weights": weights,
         "dimensions": model.dimensions,
         "processor": model.processor,
-        "provenance": replace(model.provenance, extra={**_run_metadata(config), **model.provenance.extra}),
+        "provenance": _ran_with(config, model.provenance),
     }
 
 
@@ -298,22 +303,12 @@ def _executor(
     if made is not None:
         torch.cuda.current_stream().wait_event(made)
     if config.gemm == "tuned":
-        assert config.cache_dir is not None
-        prepare(dimensions, device=torch.device(config.device), cache_dir=Path(config.cache_dir), progress=progress)
+        prepare(dimensions, device=torch.device(config.device), cache_dir=cache_folder(config), progress=progress)
     backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs == "compiled")
     graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
     return Executor(backbone, capture_limit_bytes=graphs_bytes)
 
 
-def _configured(config: EngineConfig, options: dict[str, Any]) -> EngineConfig:
-    known = {f.name for f in fields(config)}
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{name} is no option of an engine; known: {', '.join(sorted(known))}")
-    return replace(config, **options)
-
-
-def _run_metadata(config: EngineConfig) -> dict[str, Any]:
-    made = config.checkpoint in (None, RANDOM)
+def _ran_with(config: EngineConfig, provenance: Provenance) -> Provenance:
     run = {name: getattr(config, name) for name in _RUN_OPTIONS}
-    return {"weights": "random" if made else "checkpoint", "device": config.device, **run}
+    return replace(provenance, extra={**provenance.extra, **run})

@@ -14,14 +14,10 @@ from engine.errors import SettingsError
 Settings = Mapping[str, object]
 """Values by the name they are set by."""
 
-_MEANS = {"none": "ieee", "ieee": "ieee"}
-"""Two spellings of products in float32 itself."""
 _CPU: dict[str, Callable[[], object]] = {
     "torch.set_num_threads": torch.get_num_threads,
     "torch.set_float32_matmul_precision": lambda: _spelled(torch.get_float32_matmul_precision),
-    "torch.backends.mkldnn.matmul.fp32_precision": lambda: _MEANS.get(
-        torch.backends.mkldnn.matmul.fp32_precision, "narrower"
-    ),
+    "torch.backends.mkldnn.matmul.fp32_precision": lambda: _plain(torch.backends.mkldnn.matmul.fp32_precision),
     "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
 }
 
@@ -46,3 +42,7 @@ def _spelled(read: Callable[[], str]) -> str:
         return read()
     except RuntimeError:  # set through both of torch's interfaces, to different values
         return "mixed"
+
+
+def _plain(precision: str) -> str:
+    return "ieee" if precision == "none" else precision  # two words for products in float32 itself
