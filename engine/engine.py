@@ -24,6 +24,7 @@ from engine.config import RANDOM, SPLITS, EngineConfig, resolve
 from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
 from engine.load.dimensions import ModelDimensions
 from engine.load.opening import check_vocabulary, open_model
+from engine.load.tensors import Weights
 from engine.load.weights import Progress, load_weights
 from engine.plan.auto import fastest_first, passes_of
 from engine.plan.drawing import ExplainReport, explain_report
@@ -32,7 +33,7 @@ from engine.plan.memory import MemoryPlan, plan_memory
 from engine.plan.schedule import BufferSizes, Limits, Plan, plan_passes
 from engine.prompt import Prompt, checked_prompt
 from engine.run.executor import Executor
-from engine.run.model import Backbone, Weights
+from engine.run.model import Backbone
 from engine.run.ranges import enable
 from engine.statistics import Counters, run_statistics
 from engine.wire.answers import Head, Provenance, Response, answer_request, respond, scalar_scores
