@@ -17,7 +17,8 @@ from engine import Engine, Prompt, parse_request
 from engine.config import EngineConfig, resolve
 from engine.errors import CapacityError, ConfigError, RequestError
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import Backbone, Weights
+from engine.load.tensors import Weights
+from engine.run.model import Backbone
 from engine.wire.answers import Head, Provenance
 from ops.tables import NUM_ROWS, NUM_SEGMENTS
 from tests.engine.engine_support import SHORT, TICKET, answers, cache_dir, choice, loaded

@@ -18,7 +18,7 @@ from engine.errors import CheckpointError
 from engine.load.checkpoint import open_checkpoint, read_dimensions
 from engine.load.dimensions import ModelDimensions
 from engine.load.lora import SETTINGS, VALUES, merge, open_adapter
-from engine.run.model import Weights
+from engine.load.tensors import Weights
 from tests.load.package_support import (
     CUA,
     OPEN_JEV,
