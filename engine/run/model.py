@@ -1,4 +1,4 @@
-"""The Qwen3.5 text backbone as plain modules over `ops`; any dimensions.
+"""The Qwen3.5 text backbone in plain classes over `ops`; any dimensions.
 
 Every arithmetic step is an operator of `ops`, so a row's bits are decided there and nowhere else. Formulas:
 transformers `models/qwen3_5`. Fused products per layer: mixer input, mixer output, gate and up, down.
@@ -7,9 +7,10 @@ transformers `models/qwen3_5`. Fused products per layer: mixer input, mixer outp
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights
@@ -54,28 +55,49 @@ def _picked(x_Rh: Tensor, tables: Tensor, reads_N: Tensor) -> Tensor:
     return picked_Nh
 
 
-class GdnLayer(nn.Module):
-    """Gated DeltaNet block. Takes the residual stream and the last block's output, returns the same two."""
+class _Layer:
+    """A mixer, then the MLP. No module of torch: tracing elsewhere in the process patches those."""
 
-    def __init__(self, weights: GdnWeights, dimensions: ModelDimensions, linear: Linear) -> None:
-        super().__init__()
-        self.w, self.linear = weights, linear
-        self.eps, self.z_offset = dimensions.rms_norm_eps, dimensions.conv_dim
+    w: GdnWeights | AttentionWeights
+    eps: float
+    linear: Linear
 
     def forward(
         self,
         x_Rh: Tensor,
         delta_Rh: Tensor,
         tables: Tensor,
-        buffers: GdnBuffers,
+        buffers: Any,
         last: bool = False,
         reads_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """In the last layer only the N rows that are read go on past the delta rule; without `reads_N`, none does."""
+        """Takes the residual stream and the last block's output, returns the same two. In the last layer only the N
+        rows that are read go on past what a snapshot holds; without `reads_N`, none does."""
         x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, reads_N)
         if last and reads_N is None:
             return x_Rh, mixed_Rh
         return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
+
+    def _mix(
+        self,
+        x_Rh: Tensor,
+        delta_Rh: Tensor,
+        tables: Tensor,
+        buffers: Any,
+        last: bool,
+        reads_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class GdnLayer(_Layer):
+    """Gated DeltaNet block."""
+
+    w: GdnWeights
+
+    def __init__(self, weights: GdnWeights, dimensions: ModelDimensions, linear: Linear) -> None:
+        self.w, self.linear = weights, linear
+        self.eps, self.z_offset = dimensions.rms_norm_eps, dimensions.conv_dim
 
     def _mix(
         self,
@@ -102,29 +124,15 @@ class GdnLayer(nn.Module):
         return x_Rh, _project(gated_RV, w.out_proj, w.out_lora, self.linear)
 
 
-class AttentionLayer(nn.Module):
-    """Gated full attention block, same contract."""
+class AttentionLayer(_Layer):
+    """Gated full attention block. In the last layer all rows give keys and values."""
+
+    w: AttentionWeights
 
     def __init__(self, weights: AttentionWeights, dimensions: ModelDimensions, rope: Tensor, linear: Linear) -> None:
-        super().__init__()
         self.w, self.rope, self.linear = weights, rope, linear
         self.eps, self.head_dim = dimensions.rms_norm_eps, dimensions.head_dim
         self.q_columns = 2 * dimensions.num_attention_heads * dimensions.head_dim
-
-    def forward(
-        self,
-        x_Rh: Tensor,
-        delta_Rh: Tensor,
-        tables: Tensor,
-        buffers: AttentionBuffers,
-        last: bool = False,
-        reads_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """In the last layer all rows give keys and values, and only the N rows that are read go on."""
-        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, reads_N)
-        if last and reads_N is None:
-            return x_Rh, mixed_Rh
-        return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
 
     def _mix(
         self,
@@ -158,30 +166,25 @@ class AttentionLayer(nn.Module):
         return x_Rh, _project(o, w.out_proj, w.out_lora, self.linear)
 
 
-class Backbone(nn.Module):
+class Backbone:
     """Tokens in (through the tables), final hidden states of the read rows out."""
 
     def __init__(
         self, weights: Weights, dimensions: ModelDimensions, linear: Linear, *, compile_layers: bool = False
     ) -> None:
-        super().__init__()
         self.weights, self.dimensions, self.compile_layers = weights, dimensions, compile_layers
-        self.layers = nn.ModuleList(
+        self.layers = [
             GdnLayer(w, dimensions, linear)
             if isinstance(w, GdnWeights)
             else AttentionLayer(w, dimensions, weights.rope, linear)
             for w in weights.layers
-        )
-        self._forwards: dict[type[nn.Module], Region] = {
-            GdnLayer: GdnLayer.forward,
-            AttentionLayer: AttentionLayer.forward,
-        }
+        ]
+        self._forwards: dict[type[_Layer], Region] = dict.fromkeys((GdnLayer, AttentionLayer), _Layer.forward)
         if compile_layers:
             key = (dimensions, weights.embedding.dtype, weights.embedding.device, linear)
-            self._forwards = {kind: compiled(kind.forward, key) for kind in self._forwards}
+            self._forwards = {kind: compiled(_Layer.forward, (kind, *key)) for kind in self._forwards}
 
-    @torch.no_grad()
-    def forward(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
+    def __call__(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
         """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
         x_Rh: Tensor = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
         delta_Rh = torch.zeros_like(x_Rh)
