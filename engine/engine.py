@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -19,38 +19,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.config import SPLITS, EngineConfig, cache_folder, configured, dtype_bytes, resolve
+from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with
+from engine.config import SPLITS, EngineConfig, configured, dtype_bytes, resolve
 from engine.errors import ClosedError, ConfigError, InferenceError, RequestError
 from engine.load.dimensions import ModelDimensions
-from engine.load.opening import open_model
 from engine.load.tensors import Weights
-from engine.load.weights import load_weights
 from engine.options import EngineOptions, RunOptions
 from engine.plan.drawing import ExplainReport, explain_report
 from engine.plan.layout import Layout, build_layout
 from engine.plan.memory import MemoryPlan
 from engine.plan.planning import Planned, Planner
 from engine.prompt import Prompt, checked_prompt
-from engine.run.device import CLOSED, Client, Progress, owner_of
-from engine.run.executor import Executor
-from engine.run.model import Backbone
+from engine.run.device import Progress, owner_of
 from engine.run.ranges import enable
 from engine.statistics import Counters, run_statistics
 from engine.wire.answers import Provenance, Response, respond
 from engine.wire.processor import Processor
 from engine.wire.requests import Request
 from graphs.rungs import COVERING, rung
-from graphs.tuning.tuner import prepare
-from ops.linear import linear_default, linear_fixed
-from ops.linear_tuned import linear_tuned
 
-_HANDLES = {"default": linear_default, "fixed": linear_fixed, "tuned": linear_tuned}
-_RUN_OPTIONS = ("split", "gemm", "schedule", "pack", "graphs", "capture")
-"""What `Engine.like` may change: everything else belongs to the weights."""
 _WARM_UP = [[Prompt(np.r_[np.zeros(70 + 5 * q, np.int32), np.full(3, c, np.int32)]) for c in (1, 2)] for q in (0, 1)]
 """Two questions with two candidates each: every kind of pass."""
 
-Source = Request | Mapping[str, Any] | str | bytes
+Source = Request | dict[str, Any] | str | bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +75,8 @@ class Engine:
         self._client = owner_of(device).client()
         self._client.weights[id(weights)] = dimensions.weight_bytes(dtype_bytes(config.dtype)).total
         made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._executor = self._client.report(partial(_executor, config, weights, dimensions, made), progress)
-        # An engine that nobody closed gives back what it holds when it is collected, on the thread that owns the device.
+        self._executor = self._client.report(partial(make_executor, config, weights, dimensions, made), progress)
+        # What nobody closed is given back when it is collected, but on the thread that owns the device.
         self._leave = weakref.finalize(self, self._client.owner.leave, self._client, self._executor.release)
         self._leave.atexit = False
         if device.type == "cuda":
@@ -110,21 +101,21 @@ class Engine:
         """
         config = resolve(configured(config, options))
         client = owner_of(torch.device(config.device)).client()
-        return cls(config, **client.report(partial(_loaded, config, client), progress), progress=progress)
+        return cls(config, **client.report(partial(load_parts, config, client), progress), progress=progress)
 
     def like(self, *, progress: Progress | None = None, **options: Unpack[RunOptions]) -> Engine:
-        """Another engine over the same weights with other run options (split, gemm, schedule, pack, graphs, capture)."""
+        """Another engine over the same weights with other run options: split, gemm, schedule, pack, graphs, capture."""
         self._check_open()
         for name in options:
-            if name not in _RUN_OPTIONS:
-                raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(_RUN_OPTIONS)}")
+            if name not in RUN_OPTIONS:
+                raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(RUN_OPTIONS)}")
         config = resolve(configured(self.config, options))
         return Engine(
             config,
             weights=self.weights,
             dimensions=self.dimensions,
             processor=self.processor,
-            provenance=_ran_with(config, self.provenance),
+            provenance=ran_with(config, self.provenance),
             progress=progress,
         )
 
@@ -221,7 +212,7 @@ class Engine:
     def _check_open(self) -> None:
         self._client.owner.check()
         if self._client.closed:
-            raise ClosedError(CLOSED)
+            raise ClosedError
 
     def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
         return checked_prompt(field, prompt, vocab_size=self.dimensions.vocab_size, max_length=self.config.max_length)
@@ -271,44 +262,3 @@ class Engine:
             if self.config.capture == "load":
                 self._executor.seal(self._planner.largest_buffers())
             self._executor.capture_keys(keys, longest=self.config.max_length, progress=progress)
-
-
-def _loaded(config: EngineConfig, client: Client, progress: Progress) -> dict[str, Any]:
-    """What an engine is made of, on the thread that owns the device."""
-    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
-    with open_model(config, dtype, device) as model:
-        Planner(config, model.dimensions).check_least(others=client.owner.bytes_beside(client))
-        weights = load_weights(
-            model.tensor, model.dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
-            adapter=model.beside,
-        )  # fmt: skip
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    return {
-        "weights": weights,
-        "dimensions": model.dimensions,
-        "processor": model.processor,
-        "provenance": _ran_with(config, model.provenance),
-    }
-
-
-def _executor(
-    config: EngineConfig,
-    weights: Weights,
-    dimensions: ModelDimensions,
-    made: torch.cuda.Event | None,
-    progress: Progress,
-) -> Executor:
-    """The executor of an engine over weights that are there once the event `made` has happened."""
-    if made is not None:
-        torch.cuda.current_stream().wait_event(made)
-    if config.gemm == "tuned":
-        prepare(dimensions, device=torch.device(config.device), cache_dir=cache_folder(config), progress=progress)
-    backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs == "compiled")
-    graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
-    return Executor(backbone, capture_limit_bytes=graphs_bytes)
-
-
-def _ran_with(config: EngineConfig, provenance: Provenance) -> Provenance:
-    run = {name: getattr(config, name) for name in _RUN_OPTIONS}
-    return replace(provenance, extra={**provenance.extra, **run})

@@ -46,16 +46,19 @@ class InferenceError(ForkgraphError):
 
 
 class ClosedError(ForkgraphError):
-    """The engine was closed, before or while the request waited."""
+    """The engine was closed, before the request or while it waited."""
+
+    def __init__(self) -> None:
+        super().__init__("this engine is closed; load another one")
 
 
 class DeviceLostError(ForkgraphError):
-    """The device answers this process no more. Every later call on it says so; a new process can go on."""
+    """An error of the device that leaves this process no use of it; the message names the error. Start another one."""
 
 
 class ForkedError(ForkgraphError):
-    """The engine belongs to the process that this one was forked from."""
+    """The engine was made in another process, and this one is its fork; load one here, or start by spawning."""
 
 
 class SettingsError(ForkgraphError):
-    """A switch of the process that changes bits on a CPU is not as it was when the engine was loaded."""
+    """A setting of the process that decides bits is not what it was at load; the message names it and both values."""

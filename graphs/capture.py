@@ -85,9 +85,10 @@ class CapturedForwards:
         except CaptureError as error:
             self._pool = None  # a pool in which a capture failed takes no other
             self._failures[rows, reads] += 1
-            given_up = not self.wants(rows, reads)
-            logger.warning("no CUDA graph for %d rows, %d reads: %s; %s", rows, reads, error,
-                           "it runs uncaptured from now on" if given_up else "the next such pass tries again")  # fmt: skip
+            next_time = (
+                "the next such pass tries again" if self.wants(rows, reads) else "it runs uncaptured from now on"
+            )
+            logger.warning("no CUDA graph for %d rows, %d reads: %s; %s", rows, reads, error, next_time)
             return
         self._pool = graph.pool()
         used = min(max(0, self._own_bytes() - before), MOST_GRAPH_BYTES)

@@ -26,7 +26,7 @@ from torch import Tensor
 from engine.engine import Engine
 from engine.errors import CapacityError, ConfigError, ForkgraphError
 from engine.plan.layout import build_layout
-from engine.wire.answers import Head
+from engine.wire.open_jev import OpenJev
 from engine.wire.requests import Request, parse_request
 
 _RETAKES = 2
@@ -241,8 +241,10 @@ class Comparison:
         return once * (1 + share * (len(PASSES) - 1)) + self.forecast.promised
 
     def _differences(self, task: Task, facts: RequestFacts) -> None:
-        head = self.owner.head
-        assert isinstance(head, Head)
+        processor = self.owner.processor
+        assert isinstance(processor, OpenJev)
+        head = processor.head
+        assert head is not None
         for pair in gates.COMPARED:
             cells = [self.journal.cells.get((FEASIBILITY, task.name, name)) for name in pair]
             if (task.name, *pair) in self.journal.differences or not all(c and c.ran and c.finite for c in cells):
@@ -294,7 +296,7 @@ def unfinished(config: CompareConfig, journal: Journal, workloads: Sequence[Work
 
 def check_head(engine: Engine) -> None:
     """Raises ConfigError for a head whose answers are not one scalar for each candidate."""
-    if not isinstance(engine.head, Head):
+    if not isinstance(engine.processor, OpenJev):
         raise ConfigError("head=letters has one prompt for all candidates, so there is nothing to share; use another")
 
 

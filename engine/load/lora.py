@@ -64,6 +64,10 @@ class Adapter:
         self._file = file
         self._places = places  # module -> its name in the file
 
+    def close(self) -> None:
+        """Nothing can be read after."""
+        self._file.__exit__(None, None, None)
+
     @property
     def modules(self) -> tuple[str, ...]:
         return tuple(self._places)

@@ -15,7 +15,7 @@ WORKSPACE_BYTES = 96 * 2**20
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose. `pass_scratch` is the largest set of activations alive at once in one pass, `results` the final
-    hidden states of all reads, `graphs` what captured graphs take, their pool of activations included, `others` what the
+    hidden states of all reads, `graphs` what captured graphs take, their pool of activations included, `others` what
     other engines on the device hold."""
 
     weights: int

@@ -30,7 +30,6 @@ from engine.run.settings import Settings, check_settings, read_settings
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
 """Steps done, steps in all."""
-CLOSED = "this engine is closed; load another one"
 _TRIES, _PAUSE_S = 4, 0.05
 """How often the device is asked whether it still answers, and how much longer each time before."""
 logger = logging.getLogger("forkgraph")
@@ -175,8 +174,8 @@ class DeviceOwner:
         """Raise DeviceLostError or ForkedError where nothing can run any more."""
         if self.forked:
             raise ForkedError(
-                f"this process was forked from one that runs Forkgraph on {self.device}, and engines do not work in the "
-                "child; start processes with multiprocessing's 'spawn' method and load an engine in each"
+                f"this process was forked from one that runs Forkgraph on {self.device}, and engines do not work in "
+                "the child; start processes with multiprocessing's 'spawn' method and load an engine in each"
             )
         if self._lost is not None:
             raise DeviceLostError(str(self._lost)) from self._lost.__cause__
@@ -193,7 +192,7 @@ class DeviceOwner:
         self.check()
         with self._wake:
             if turn.client.closed:
-                raise ClosedError(CLOSED)
+                raise ClosedError
             self._waiting.append(turn)
             self._wake.notify()
 
@@ -212,7 +211,7 @@ class DeviceOwner:
             self._wake.notify()
         for turn in mine:
             if turn.future.set_running_or_notify_cancel():
-                turn.future.set_exception(ClosedError(CLOSED))
+                turn.future.set_exception(ClosedError())
 
     def verdict(self, error: BaseException) -> BaseException:
         """The error to hand out for the one that ended a turn: that the device is lost, where it is."""

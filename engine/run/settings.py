@@ -17,7 +17,7 @@ Settings = Mapping[str, object]
 _CPU: dict[str, Callable[[], object]] = {
     "torch.set_num_threads": torch.get_num_threads,
     "torch.set_float32_matmul_precision": lambda: _spelled(torch.get_float32_matmul_precision),
-    "torch.backends.mkldnn.matmul.fp32_precision": lambda: _plain(torch.backends.mkldnn.matmul.fp32_precision),
+    "torch.backends.mkldnn.matmul.fp32_precision": lambda: _plain(torch.backends.mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
     "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
 }
 

@@ -104,13 +104,16 @@ class Request(_Frozen):
         return sum(len(question.candidates) for question in self.questions.values())
 
 
-def parse_request(source: dict[str, Any] | str | bytes, loaded_names: Collection[str] = ()) -> Request:
+def parse_request(source: Request | dict[str, Any] | str | bytes, loaded_names: Collection[str] = ()) -> Request:
     """The request in `source`: a JSON body, or the same as Python values (dict, list, str, int, float, bool, None).
+    One that is parsed already stays as it is.
 
     `loaded_names` are the names of the loaded model; a request may also name no model or one of `MODEL_ALIASES`.
     Raises `RequestError` for the first violated rule of the wire contract. Python values obey the rules of the body
     they would be sent as; tuples and non-string keys, which JSON cannot spell, are refused.
     """
+    if isinstance(source, Request):
+        return source
     tree = read_body(source)
     if not isinstance(tree, dict) or "state" not in tree or "questions" not in tree:
         raise RequestError("request requires state and questions", value=tree)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 import configs
 from engine import config as options
 from engine.cli import to_config
-from engine.config import EngineConfig, ExplainConfig, MemoryConfig, ScoreConfig, TokensConfig, resolve
+from engine.config import EngineConfig, ExplainConfig, MemoryConfig, ScoreConfig, TokensConfig, cache_folder, resolve
 from engine.errors import ConfigError, ForkgraphError
 
 GROUPS = {
@@ -181,10 +181,10 @@ def test_folders_are_made_concrete(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="other platforms keep caches elsewhere")
 def test_the_default_cache_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert resolve(EngineConfig(device="cpu")).cache_dir == str(tmp_path / "forkgraph")
+    assert cache_folder(resolve(EngineConfig(device="cpu"))) == tmp_path / "forkgraph"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert resolve(EngineConfig(device="cpu")).cache_dir == "/home/somebody/.cache/forkgraph"
+    assert cache_folder(resolve(EngineConfig(device="cpu"))) == Path("/home/somebody/.cache/forkgraph")
 
 
 def test_importing_the_engine_needs_no_hydra() -> None:

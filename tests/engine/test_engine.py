@@ -20,6 +20,7 @@ from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import Weights
 from engine.run.model import Backbone
 from engine.wire.answers import Head, Provenance
+from engine.wire.open_jev import OpenJev
 from ops.tables import NUM_ROWS, NUM_SEGMENTS
 from tests.engine.engine_support import SHORT, TICKET, answers, cache_dir, choice, loaded
 from tests.support import random_backbone, small_config, tokens
@@ -38,10 +39,15 @@ def engine_of(weights: Weights, dimensions: ModelDimensions) -> Engine:
     """An engine with the Qwen3.5 vocabulary over these weights."""
     return Engine(
         resolve(EngineConfig(device="cpu")),
-        tokens=qwen_tokens("plain"),
+        processor=OpenJev(
+            tokens=qwen_tokens("plain"),
+            names=("small",),
+            max_length=4_096,
+            vocab_size=dimensions.vocab_size,
+            head=Head(np.ones(dimensions.hidden_size, np.float32), 0.0, 1.0, "none"),
+        ),
         weights=weights,
         dimensions=dimensions,
-        head=Head(np.ones(dimensions.hidden_size, np.float32), 0.0, 1.0, "none"),
         provenance=Provenance(
             model="small", base_revision=None, max_length=4_096, backbone_parameter_dtypes=["torch.float32"]
         ),
@@ -86,7 +92,7 @@ def test_options_are_those_of_the_config_and_loading_reports_its_progress() -> N
     ) as engine:
         assert engine.config.split == "aligned"
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    with pytest.raises(ConfigError, match=r"spilt is no option of an engine; known: .*split"):
+    with pytest.raises(ConfigError, match=r"spilt is no option of an engine; did you mean 'split'\?; known: .*split"):
         loaded(spilt="exact")
     with pytest.raises(ConfigError, match=r"graphs=captured needs a CUDA device"):
         loaded(graphs="captured")

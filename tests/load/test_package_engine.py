@@ -25,7 +25,7 @@ from engine.load.lora import open_adapter
 from engine.load.package import folder_sha256
 from engine.load.tensors import Weights
 from engine.load.weights import load_weights
-from engine.wire.answers import Head
+from engine.wire.open_jev import OpenJev
 from engine.wire.prompts import build_prompts
 from engine.wire.requests import parse_request
 from engine.wire.tokens import Tokens
@@ -148,8 +148,9 @@ def test_base_folders_of_every_form_have_their_states(tmp_path: Path, tied: bool
         assert distance(our_states(engine), theirs) <= 5e-5
         embedding = load_all(base)["model.embed_tokens.weight" if tied else "lm_head.weight"].float()
         yes, no = (Tokens.load(base).single_id(word) for word in ("Yes", "No"))
-        assert isinstance(engine.head, Head)
-        assert np.array_equal(engine.head.weight, (embedding[yes] - embedding[no]).numpy())
+        assert isinstance(engine.processor, OpenJev)
+        assert engine.processor.head is not None
+        assert np.array_equal(engine.processor.head.weight, (embedding[yes] - embedding[no]).numpy())
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
