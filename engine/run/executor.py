@@ -33,7 +33,7 @@ def _forward_over(backbone: Backbone, buffers: SnapshotBuffers) -> Forward:
     """Knows no executor, so that graphs and buffers go with the last reference to theirs, not with a collection."""
 
     def forward(tables: Tensor, rows: int, reads: int) -> Tensor:
-        hidden: Tensor = backbone(tables, rows, reads, buffers.layers)
+        hidden: Tensor = backbone.forward(tables, rows, reads, buffers.layers)
         return hidden
 
     return forward

@@ -184,7 +184,7 @@ class Backbone:
             key = (dimensions, weights.embedding.dtype, weights.embedding.device, linear)
             self._forwards = {kind: compiled(_Layer.forward, (kind, *key)) for kind in self._forwards}
 
-    def __call__(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
+    def forward(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
         """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
         x_Rh: Tensor = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)
         delta_Rh = torch.zeros_like(x_Rh)

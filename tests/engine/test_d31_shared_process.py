@@ -26,8 +26,7 @@ def test_d31_engines_share_a_process_with_a_program() -> None:
                 crowd.ask(name, engine, works, expected[model])
             x = torch.randn(64, 64)
             crowd.do("multiply", lambda _: x @ x, pause=0.001)
-            crowd.do("compile", lambda i: torch.compile(lambda y: y * i + 1, backend="aot_eager")(x), pause=0.05)
-            crowd.do("trace", lambda _: torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), pause=0.001)
+            crowd.do("compile", lambda i: _compiled_and_traced(i, x))
             crowd.do("open", lambda _: _opened_and_closed(one), pause=0.01)
             crowd.run(6)
         assert crowd.wrong == []
@@ -39,3 +38,8 @@ def test_d31_engines_share_a_process_with_a_program() -> None:
 def _opened_and_closed(engine: Engine) -> None:
     with engine.like(schedule="levels") as other:
         other.hidden_states([[1, 2, 3]])
+
+
+def _compiled_and_traced(i: int, x: torch.Tensor) -> None:
+    torch.compile(lambda y: y * i + 1, backend="aot_eager")(x)
+    torch.fx.symbolic_trace(torch.nn.Linear(4, 4))

@@ -242,7 +242,7 @@ def test_a_failed_capture_leaves_the_eager_forward_in_charge(
             assert torch.equal(found, expected), attempt
     assert keys(executor) == ()
     assert caplog.text.count("the next such pass tries again") == 4
-    assert caplog.text.count("it runs uncaptured from now on") == 2
+    assert caplog.text.count("it runs uncaptured") == 2
     assert not executor.has_missed, "a capture that always fails is given up"
     torch.cuda.empty_cache()  # which a capture that is left open would forbid
     other = candidates(rng, 300, [200, 100])
