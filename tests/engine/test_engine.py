@@ -216,7 +216,7 @@ def kinds(ran: list[tuple[int, int]], layout: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def wide -> Iterator[Engine]:
+def wide() -> Iterator[Engine]:
     backbone = random_backbone({**small_config(), "vocab_size": 248_320}, dtype=torch.float32)
     with engine_of(backbone.weights, backbone.dimensions) as engine:
         yield engine
