@@ -191,7 +191,7 @@ class EngineConfig:
     pack: Pack = "all"
     """`one` runs branches one by one, to measure reuse alone."""
     graphs: Graphs = "auto"
-    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: compiled, from CUDA graphs."""
+    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: replayed from CUDA graphs."""
     capture: Capture = "answer"
     """When a CUDA graph that was missing is captured. A device-wide synchronise anywhere in the process breaks a
     capture, and is broken by it. `answer`: before the answer is handed over. `load`: while loading alone. `idle`: when
@@ -345,6 +345,11 @@ def resolve(config: Config) -> Config:
 def cache_folder(config: EngineConfig) -> Path:
     """`cache_dir`, or the user's own. Raises ConfigError where neither is given."""
     return default_cache_dir() if config.cache_dir is None else expanded("cache_dir", config.cache_dir)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of an element of a resolved `dtype`."""
+    return {"bfloat16": 2, "float32": 4}[dtype]
 
 
 def default_cache_dir() -> Path:

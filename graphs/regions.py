@@ -1,12 +1,13 @@
 """Regional torch.compile: the one place where a layer's forward is compiled, once per kind of layer.
 
-Regions hold views, allocations and operator calls only, so compiling moves work off the host and changes no bit. Row
-counts and buffer sizes are dynamic, everything else is fixed. Knows callables and tensors, nothing of the engine.
+Regions hold views, allocations and operator calls only, so compiling moves work off the host and changes no bit, and no
+switch of the process matters to them: guards on such switches are left out. Row counts and buffer sizes are dynamic,
+everything else is fixed. Knows callables and tensors, nothing of the engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -15,6 +16,12 @@ import torch
 from torch import Tensor
 
 Region = Callable[..., Any]
+
+_OF_THE_PROCESS = frozenset(
+    ("GLOBAL_STATE", "GRAD_MODE", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE",
+     "AUTOGRAD_SAVED_TENSORS_HOOKS")
+)  # fmt: skip
+"""Kinds of guards whose change compiles a region again, though none reaches an operator."""
 
 
 @cache
@@ -25,7 +32,11 @@ def compiled(forward: FunctionType, key: Hashable) -> Region:
     Each key gets a code object of its own, since that is what the compiler counts recompilations by.
     """
     own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__)
-    return torch.compile(own, fullgraph=True)
+    return torch.compile(own, fullgraph=True, options={"guard_filter_fn": _kept})
+
+
+def _kept(guards: Sequence[Any]) -> list[bool]:
+    return [guard.guard_type not in _OF_THE_PROCESS for guard in guards]
 
 
 def dynamic_rows(*tensors: Tensor | None) -> None:

@@ -26,9 +26,9 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from engine.errors import ConfigError, InferenceError, RequestError
 from engine.load.dimensions import ModelDimensions
+from engine.load.tensors import AttentionWeights, Weights
 from engine.plan.layout import build_layout
 from engine.prompt import Prompt
-from engine.run.model import AttentionWeights, Weights
 from ops.tables import CONV_HISTORY
 
 PATHS = ("torch", "fla")

@@ -19,7 +19,7 @@ from engine.config import nearest
 from engine.errors import CheckpointError, shown
 from engine.load.checkpoint import check_tensor, expected_tensors, open_shard, read_json
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import LowRank
+from engine.load.tensors import LowRank
 
 SETTINGS = "adapter_config.json"
 VALUES = "adapter_model.safetensors"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.load.dimensions import ModelDimensions
 from engine.load.lora import Adapter
-from engine.run.model import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
+from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
 from ops.checks import ALIGNMENT
 
 Source = Callable[[str], Tensor]

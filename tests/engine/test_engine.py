@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from engine import Engine, Prompt, parse_request
 from engine.config import EngineConfig, resolve
 from engine.errors import CapacityError, ConfigError, RequestError
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import Backbone, Weights
+from engine.load.tensors import Weights
+from engine.run.model import Backbone
 from engine.wire.answers import Head, Provenance
 from engine.wire.open_jev import OpenJev
 from ops.tables import NUM_ROWS, NUM_SEGMENTS
@@ -149,7 +149,7 @@ def test_what_fits_no_pass_is_refused_before_any_forward(engine: Engine, ran: li
 
 def test_the_tokenizer_of_another_model_is_refused(engine: Engine, ran: list[tuple[int, int]]) -> None:
     with (
-        engine_of(engine._weights, engine.dimensions) as foreign,
+        engine_of(engine.weights, engine.dimensions) as foreign,
         pytest.raises(ConfigError, match="the tokenizer gave id 248069, the model knows 832 ids; give the tokenizer="),
     ):
         foreign.score(SHORT)
@@ -216,21 +216,22 @@ def kinds(ran: list[tuple[int, int]], layout: Any) -> list[str]:
     return prefixes + ["branch"] * (len(ran) - len(prefixes))
 
 
-@cache
-def wide() -> Engine:
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Engine]:
     backbone = random_backbone({**small_config(), "vocab_size": 248_320}, dtype=torch.float32)
-    return engine_of(backbone.weights, backbone.dimensions)
+    with engine_of(backbone.weights, backbone.dimensions) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_explain_tells_the_rows_that_run(path: Path, ran: list[tuple[int, int]]) -> None:
+def test_explain_tells_the_rows_that_run(path: Path, wide: Engine, ran: list[tuple[int, int]]) -> None:
     body = path.read_bytes()
-    report = wide().explain(body)
+    report = wide.explain(body)
     assert ran == []
     found = []
     for split in ("exact", "aligned"):
         ran.clear()
-        with wide().like(split=split) as engine:
+        with wide.like(split=split) as engine:
             found.append(answers(engine.score(body)))
         assert sum(rows for rows, _ in ran) == report.layouts[split].rows < report.full_rows
     assert found[0] == found[1]

@@ -162,7 +162,7 @@ WRONG = {
 def test_a_wrong_package_is_refused_by_file_and_key(
     base: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.engine.load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("engine.assembly.load_weights", lambda *_, **__: pytest.fail("weights were read"))
     spoil, message = WRONG[name]
     spoil(copy)
     with pytest.raises(CheckpointError, match=message):

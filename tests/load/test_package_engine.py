@@ -23,8 +23,8 @@ from engine.explain import explain
 from engine.load.checkpoint import open_checkpoint
 from engine.load.lora import open_adapter
 from engine.load.package import folder_sha256
+from engine.load.tensors import Weights
 from engine.load.weights import load_weights
-from engine.run.model import Weights
 from engine.wire.open_jev import OpenJev
 from engine.wire.prompts import build_prompts
 from engine.wire.requests import parse_request

@@ -26,7 +26,7 @@ from engine import Engine
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import Weights
+from engine.load.tensors import Weights
 from tests.engine.engine_support import cache_dir, choice, loaded
 
 FAST = ["base", "independent", "tree", "aligned", "plain", "transformers/torch/one"]

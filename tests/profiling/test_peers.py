@@ -26,10 +26,10 @@ from peers import Peer
 from engine.errors import ConfigError, InferenceError, RequestError
 from engine.load.checkpoint import open_checkpoint
 from engine.load.dimensions import ModelDimensions
+from engine.load.tensors import LowRank, Weights
 from engine.load.tiny import tiny_checkpoint
 from engine.load.weights import load_weights
 from engine.prompt import Prompt
-from engine.run.model import LowRank, Weights
 from tests.support import random_backbone, small_config, tokens
 
 CPU = torch.device("cpu")
