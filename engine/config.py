@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -354,10 +355,11 @@ def dtype_bytes(dtype: str) -> int:
 
 def default_cache_dir() -> Path:
     """`forkgraph` in the cache folder of this platform's user. Raises ConfigError for a user without a home."""
-    folder = platformdirs.user_cache_path("forkgraph", appauthor=False)
-    if not folder.is_absolute():  # its `~` stayed
-        raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
-    return folder
+    with suppress(RuntimeError):  # of a newer platformdirs; an older one leaves the `~`
+        folder = platformdirs.user_cache_path("forkgraph", appauthor=False)
+        if folder.is_absolute():
+            return folder
+    raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
 
 
 def expanded(name: str, path: str) -> Path:

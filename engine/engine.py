@@ -23,6 +23,7 @@ from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with
 from engine.config import SPLITS, EngineConfig, configured, dtype_bytes, resolve
 from engine.errors import ClosedError, ConfigError, InferenceError
 from engine.load.dimensions import ModelDimensions
+from engine.load.environment import check_environment
 from engine.load.tensors import Weights
 from engine.options import EngineOptions, RunOptions
 from engine.plan.drawing import ExplainReport, explain_report
@@ -100,6 +101,7 @@ class Engine:
         dimensions.
         """
         config = resolve(configured(config, options))
+        check_environment(config)
         client = owner_of(torch.device(config.device)).client()
         return cls(config, **client.report(partial(load_parts, config, client), progress), progress=progress)
 
@@ -110,6 +112,7 @@ class Engine:
             if name not in RUN_OPTIONS:
                 raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(RUN_OPTIONS)}")
         config = resolve(configured(self.config, options))
+        check_environment(config)
         return Engine(
             config,
             weights=self.weights,
