@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with
 from engine.config import SPLITS, EngineConfig, configured, dtype_bytes, resolve
-from engine.errors import ClosedError, ConfigError, InferenceError
+from engine.errors import ClosedError, ConfigError, DeviceLostError, InferenceError
 from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import Weights
 from engine.options import EngineOptions, RunOptions
@@ -192,7 +193,8 @@ class Engine:
         """Refuse what has not started (ClosedError), wait for what has, and give the memory back."""
         self._leave()
         if not self._client.owner.forked:
-            self._client.released.result()
+            with suppress(DeviceLostError):  # then there is nothing to give back
+                self._client.released.result()
 
     def __enter__(self) -> Self:
         return self
