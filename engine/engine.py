@@ -21,7 +21,7 @@ from torch import Tensor
 
 from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with
 from engine.config import SPLITS, EngineConfig, configured, dtype_bytes, resolve
-from engine.errors import ClosedError, ConfigError, InferenceError, RequestError
+from engine.errors import ClosedError, ConfigError, InferenceError
 from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import Weights
 from engine.options import EngineOptions, RunOptions
@@ -29,7 +29,7 @@ from engine.plan.drawing import ExplainReport, explain_report
 from engine.plan.layout import Layout, build_layout
 from engine.plan.memory import MemoryPlan
 from engine.plan.planning import Planned, Planner
-from engine.prompt import Prompt, checked_prompt
+from engine.prompt import Prompt, checked_prompts, checked_questions
 from engine.run.device import Progress, owner_of
 from engine.run.ranges import enable
 from engine.statistics import Counters, run_statistics
@@ -142,9 +142,7 @@ class Engine:
         Token ids are taken as they are. Raises RequestError for no prompt, an empty one, an id outside the vocabulary
         or a prompt above max_length, InferenceError for a read that is not finite.
         """
-        if not prompts:
-            raise RequestError("there must be at least one prompt", field="prompts")
-        checked = [self._checked(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
+        checked = checked_prompts("prompts", prompts, **self._readable)
         states = self._client.call(lambda: self._forward([checked])).hidden
         for i, rows in enumerate(states):
             if not torch.isfinite(rows).all():
@@ -161,12 +159,7 @@ class Engine:
         `name` is what a profiler's ranges call it. Raises RequestError for no candidate or one that the model cannot
         read, else what `submit` raises.
         """
-        if not questions or not all(questions):
-            raise RequestError("there must be questions, and a candidate in each", field="questions")
-        checked = [
-            [self._checked(f"questions[{q}][{c}]", prompt) for c, prompt in enumerate(candidates)]
-            for q, candidates in enumerate(questions)
-        ]
+        checked = checked_questions(questions, **self._readable)
         return self._client.call(lambda: self._forward(checked, name))
 
     def settle(self) -> None:
@@ -214,8 +207,9 @@ class Engine:
         if self._client.closed:
             raise ClosedError
 
-    def _checked(self, field: str, prompt: Prompt | Sequence[int]) -> Prompt:
-        return checked_prompt(field, prompt, vocab_size=self.dimensions.vocab_size, max_length=self.config.max_length)
+    @property
+    def _readable(self) -> dict[str, int]:
+        return {"vocab_size": self.dimensions.vocab_size, "max_length": self.config.max_length}
 
     # What follows runs on the thread that owns the device.
 
