@@ -38,6 +38,7 @@ from engine.wire.answers import Provenance, Response, respond
 from engine.wire.processor import Processor
 from engine.wire.requests import Request
 from graphs.rungs import COVERING, rung
+from graphs.times import measured
 
 _WARM_UP = [[Prompt(np.r_[np.zeros(70 + 5 * q, np.int32), np.full(3, c, np.int32)]) for c in (1, 2)] for q in (0, 1)]
 """Two questions with two candidates each: every kind of pass."""
@@ -186,8 +187,10 @@ class Engine:
         prompts = self.processor.prompts(parsed)
         splits = sorted(SPLITS, key=lambda split: split != self.config.split)
         layouts: dict[str, Layout] = {split: build_layout(prompts, split) for split in splits}
-        bytes_each = dtype_bytes(self.config.dtype)
-        return explain_report(layouts, self.dimensions, bytes_each, question_names=list(parsed.questions))
+        return explain_report(
+            layouts, self.dimensions, dtype_bytes(self.config.dtype), question_names=list(parsed.questions),
+            times=measured(self.config.model),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Refuse what has not started (ClosedError), wait for what has, and give the memory back."""
