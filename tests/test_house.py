@@ -42,7 +42,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.config": ("engine.errors", "engine.options"),
     "engine.wire": ("engine.wire", *_BASE),
     "engine.load": ("engine.load", "engine.wire", "engine.errors", *_OPTIONS, "ops"),
-    "engine.plan": ("engine.plan", "engine.load.dimensions", *_BASE, *_OPTIONS, "graphs.rungs", "graphs.times", "ops.tables"),
+    "engine.plan": (
+        "engine.plan", "engine.load.dimensions", *_BASE, *_OPTIONS, "graphs.rungs", "graphs.times", "ops.tables",
+    ),
     "engine.run": (
         "engine.run", "engine.plan", "engine.load.dimensions", "engine.load.tensors", *_BASE, "graphs", "ops",
     ),
