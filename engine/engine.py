@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with
 from engine.config import SPLITS, EngineConfig, configured, dtype_bytes, resolve
-from engine.errors import ClosedError, ConfigError, InferenceError
+from engine.errors import ClosedError, ConfigError, DeviceLostError, InferenceError
 from engine.load.dimensions import ModelDimensions
 from engine.load.environment import check_environment
 from engine.load.tensors import Weights
@@ -38,6 +39,7 @@ from engine.wire.answers import Provenance, Response, respond
 from engine.wire.processor import Processor
 from engine.wire.requests import Request
 from graphs.rungs import COVERING, rung
+from graphs.times import measured
 
 _WARM_UP = [[Prompt(np.r_[np.zeros(70 + 5 * q, np.int32), np.full(3, c, np.int32)]) for c in (1, 2)] for q in (0, 1)]
 """Two questions with two candidates each: every kind of pass."""
@@ -188,14 +190,17 @@ class Engine:
         prompts = self.processor.prompts(parsed)
         splits = sorted(SPLITS, key=lambda split: split != self.config.split)
         layouts: dict[str, Layout] = {split: build_layout(prompts, split) for split in splits}
-        bytes_each = dtype_bytes(self.config.dtype)
-        return explain_report(layouts, self.dimensions, bytes_each, question_names=list(parsed.questions))
+        return explain_report(
+            layouts, self.dimensions, dtype_bytes(self.config.dtype), question_names=list(parsed.questions),
+            times=measured(self.config.model),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Refuse what has not started (ClosedError), wait for what has, and give the memory back."""
         self._leave()
         if not self._client.owner.forked:
-            self._client.released.result()
+            with suppress(DeviceLostError):  # then there is nothing to give back
+                self._client.released.result()
 
     def __enter__(self) -> Self:
         return self

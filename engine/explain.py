@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import BinaryIO, TextIO
 
 from engine.cli import console, read_request, run_command
-from engine.config import RANDOM, SPLITS, ExplainConfig, resolve
+from engine.config import RANDOM, SPLITS, ExplainConfig, dtype_bytes, resolve
 from engine.load.opening import describe
 from engine.plan.drawing import explain_report
 from engine.plan.layout import build_layout
+from graphs.times import measured
 
 
 def main() -> None:
@@ -36,8 +37,9 @@ def explain(config: ExplainConfig, *, stdin: BinaryIO, stdout: TextIO) -> int:
     report = explain_report(
         {split: build_layout(prompts, split) for split in splits},
         named.dimensions,
-        2 if config.dtype == "bfloat16" else 4,
+        dtype_bytes(config.dtype),
         question_names=list(request.questions),
+        times=measured(config.model) if config.dtype == "bfloat16" else (),
     )
     if config.format == "json":
         facts = {"request": source, "model": config.model, "dtype": config.dtype, "tokenizer": note}
