@@ -10,7 +10,8 @@ at absolute multiples of 64. With the prefix sum G of g inside a chunk and D_ij 
     S    = exp(G_63) S + K^T (exp(G_63 - G) V')        after a complete chunk only
 
 A chunk that a segment's parent left open is computed again from its first row, whose keys, values and gates come from
-the parent's tail or packed rows; so the split of a path into segments changes no bit of any row.
+the parent's tail or packed rows; so the split of a path into segments changes no bit of any row. A log decay below
+LEAST_LOG_DECAY, -inf too, counts as that. A row of NaN reaches its own segment from its chunk on and what continues it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_at_most, check_separate, check_tables, check_tensor
 from ops.cpu import cpu_kernel
+from ops.sizes import LEAST_LOG_DECAY
 from ops.tables import (
     CHUNK,
     MAX_ROWS,
@@ -176,7 +178,7 @@ def _chunk(q: Tensor, kv: Tensor, gate: Tensor, state: Tensor, n: DeltaSizes) ->
     k = (heads(kv[:, : n.keys], n.key_heads) * k_norm).repeat_interleave(group, 0)
     q = (heads(q, n.key_heads) * q_norm).repeat_interleave(group, 0)
     v = heads(kv[:, n.keys :], n.value_heads)
-    total = log_decay.cumsum(1)
+    total = log_decay.clamp(min=LEAST_LOG_DECAY).cumsum(1)
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
     decay = (total - total.transpose(1, 2)).masked_fill(future, -torch.inf).exp()
     carried = total.exp()
