@@ -46,7 +46,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "engine.plan", "engine.load.dimensions", *_BASE, *_OPTIONS, "graphs.rungs", "graphs.times", "ops.tables",
     ),
     "engine.run": (
-        "engine.run", "engine.plan", "engine.load.dimensions", "engine.load.tensors", *_BASE, "graphs", "ops",
+        "engine.run", "engine.plan", "engine.load.dimensions", "engine.load.environment", "engine.load.tensors",
+        *_BASE, "graphs", "ops",
     ),
     "engine": ("engine", "graphs", "ops", "configs"),
     "configs": (),
