@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.config import EngineConfig
     from engine.engine import Engine
-    from engine.errors import CapacityError, CheckpointError, ConfigError, ForkgraphError, InferenceError, RequestError
+    from engine.errors import (
+        CapacityError,
+        CheckpointError,
+        ClosedError,
+        ConfigError,
+        DeviceLostError,
+        ForkedError,
+        ForkgraphError,
+        InferenceError,
+        RequestError,
+        SettingsError,
+    )
     from engine.prompt import Prompt
     from engine.wire.answers import Response
     from engine.wire.requests import Request, parse_request
@@ -19,15 +30,19 @@ if TYPE_CHECKING:
 __all__ = [
     "CapacityError",
     "CheckpointError",
+    "ClosedError",
     "ConfigError",
+    "DeviceLostError",
     "Engine",
     "EngineConfig",
+    "ForkedError",
     "ForkgraphError",
     "InferenceError",
     "Prompt",
     "Request",
     "RequestError",
     "Response",
+    "SettingsError",
     "parse_request",
 ]
 

@@ -22,7 +22,7 @@ from engine.errors import CheckpointError, ConfigError
 from engine.load.checkpoint import Checkpoint, open_checkpoint, read_dimensions, read_json
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter, read_settings
-from engine.load.opening import check_dimensions, check_vocabulary
+from engine.load.opening import check_dimensions
 from engine.load.package import (
     ADAPTER,
     HEAD,
@@ -43,6 +43,7 @@ from engine.load.package import (
     weights_folder,
 )
 from engine.wire.letters import letter_ids
+from engine.wire.processor import check_vocabulary
 from engine.wire.tokens import Tokens
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def check(
         model = _size(folder, kind)
     dimensions = DIMENSIONS.get(model or "")
     if kind in ("base", "export") or base is not None:
-        weights = weights_folder(folder, base)
+        weights = weights_folder(folder, kind, base)
         dimensions = _weights(weights, model, findings, facts, deep=deep, bar=bar) or dimensions
         _tokenizer(weights, dimensions, letters=kind == "adapter" and not own, findings=findings)
     if dimensions is None:
@@ -188,7 +189,7 @@ def _tokenizer(folder: str, dimensions: ModelDimensions | None, *, letters: bool
     for word in ("Yes", "No"):
         id = findings.of(tokens.single_id, word)
         if id is not None and dimensions is not None:
-            findings.of(check_vocabulary, id, dimensions)
+            findings.of(check_vocabulary, id, dimensions.vocab_size)
     if letters:
         findings.of(lambda: letter_ids(tokens, check=True))
 

@@ -6,6 +6,7 @@ Knows nothing of what a command does.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import tempfile
@@ -74,7 +75,7 @@ def _report(name: str, error: ForkgraphError | OSError) -> int:
     if isinstance(error, BrokenPipeError):  # whoever read standard output has left; what is buffered goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    print(f"{name}: {' '.join(str(error).split())}", file=sys.stderr)
+    print(f"{name}: {plain(' '.join(str(error).split()))}", file=sys.stderr)
     return 2 if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
 
 
@@ -166,6 +167,20 @@ def write_whole(path: Path, text: str) -> None:
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise ConfigError(f"out={path}: {error.strerror}") from None
+
+
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
+_JSON_CONTROLS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}  # those below 0x20 JSON escapes itself
+
+
+def plain(text: str) -> str:
+    """Text of somebody's with its control characters spelled out, so that a terminal shows them and obeys none."""
+    return text.translate(_CONTROLS)
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """JSON in which every control character is escaped."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent).translate(_JSON_CONTROLS)
 
 
 def console(stream: TextIO) -> Console:

@@ -43,3 +43,22 @@ class CapacityError(ForkgraphError):
 
 class InferenceError(ForkgraphError):
     """The forward itself failed. No answer is made up in its place; the engine stays usable."""
+
+
+class ClosedError(ForkgraphError):
+    """The engine was closed, before the request or while it waited."""
+
+    def __init__(self) -> None:
+        super().__init__("this engine is closed; load another one")
+
+
+class DeviceLostError(ForkgraphError):
+    """An error of the device that leaves this process no use of it; the message names the error. Start another one."""
+
+
+class ForkedError(ForkgraphError):
+    """The engine was made in another process, and this one is its fork; load one here, or start by spawning."""
+
+
+class SettingsError(ForkgraphError):
+    """A setting of the process that decides bits is not what it was at load; the message names it and both values."""

@@ -13,12 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.cli import console, run_command, write_whole
-from engine.config import RANDOM, EngineConfig, resolve
+from engine.config import RANDOM, EngineConfig, cache_folder, resolve
 from engine.errors import ConfigError
-from engine.load.checkpoint import read_dimensions
-from engine.load.dimensions import DIMENSIONS, ModelDimensions
-from engine.load.package import weights_folder
-from engine.load.tiny import tiny_config
+from engine.load.opening import describe
 from graphs.tuning.report import report
 from graphs.tuning.search import Findings
 from graphs.tuning.table import Key, Table, encode
@@ -47,15 +44,14 @@ def search_and_report(
         raise ConfigError(f"device={config.device}: only products on a CUDA device are tuned; gemm=fixed serves a CPU")
     if config.dtype != "bfloat16":
         raise ConfigError(f"dtype={config.dtype}: only bfloat16 products are tuned; gemm=fixed serves float32")
-    assert config.cache_dir is not None
-    cache_dir = Path(config.cache_dir)
+    cache_dir = cache_folder(config)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
         console=Console(stderr=True), transient=True, disable=not stderr.isatty(),
     ) as bars:  # fmt: skip
         bar = bars.add_task(f"tuning {config.model}", total=None)
         findings, key, table = search(
-            _dimensions(config),
+            describe(config).dimensions,
             device=device,
             cache_dir=cache_dir,
             progress=lambda done, total: bars.update(bar, completed=done, total=total),
@@ -66,12 +62,6 @@ def search_and_report(
     if config.out is not None:
         write_whole(Path(config.out).expanduser(), encode(key, table))
     return 0
-
-
-def _dimensions(config: TuneConfig) -> ModelDimensions:
-    if config.checkpoint is not None and config.checkpoint != RANDOM:
-        return read_dimensions(weights_folder(config.checkpoint, config.base))
-    return DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ from torch import Tensor
 from engine.config import default_cache_dir
 from engine.load.checkpoint import RandomWeights
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.tensors import Weights
 from engine.load.weights import load_weights
 from engine.prompt import Prompt
 from engine.run.executor import Executor
-from engine.run.model import Backbone, Linear, Weights
+from engine.run.model import Backbone, Linear
 from graphs.tuning.tuner import prepare
 from ops.linear import linear_fixed
 from ops.linear_tuned import linear_tuned

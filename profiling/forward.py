@@ -30,12 +30,13 @@ from engine.config import default_cache_dir
 from engine.errors import CapacityError
 from engine.load.checkpoint import RandomWeights
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.tensors import Weights
 from engine.load.weights import load_weights
 from engine.plan.layout import Split, build_layout, independent_layout
 from engine.plan.schedule import Limits, Plan, plan_passes
 from engine.prompt import Prompt
 from engine.run.executor import Executor
-from engine.run.model import Backbone, Linear, Weights
+from engine.run.model import Backbone, Linear
 from engine.statistics import Counters
 from graphs.tuning.tuner import prepare
 from ops.linear import linear_default, linear_fixed

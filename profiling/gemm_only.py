@@ -33,7 +33,8 @@ from measure import Record, Results, graph_times
 from torch import Tensor
 
 from engine.load.dimensions import DIMENSIONS, FULL, ModelDimensions
-from engine.run.model import Linear, Weights
+from engine.load.tensors import Weights
+from engine.run.model import Linear
 from ops.linear import linear_fixed
 
 HANDLES: dict[str, Linear] = {"default": F.linear, "fixed": linear_fixed}

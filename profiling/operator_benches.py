@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
-from engine.run.model import rope_table
+from engine.load.tensors import rope_table
 from ops.add_rms_norm import add_rms_norm
 from ops.attention import attention
 from ops.attention_prepare import attention_prepare

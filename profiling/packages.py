@@ -33,10 +33,11 @@ from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter
 from engine.load.package import ADAPTER, MODEL, TEMPERATURE, folder_sha256, read_package
 from engine.load.package import HEAD as HEAD_FILE
+from engine.load.tensors import Weights
 from engine.load.weights import Source, load_weights
 from engine.prompt import Prompt
 from engine.run.executor import Executor
-from engine.run.model import Backbone, Weights
+from engine.run.model import Backbone
 from ops.linear import linear_fixed
 
 SHARD_BYTES = 4 << 30

@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -82,13 +82,21 @@ def expected_tensors(dimensions: ModelDimensions) -> dict[str, TensorSpec]:
 
 
 class Checkpoint:
-    """A checked folder. Values are read when asked for; `open_checkpoint` makes one."""
+    """A checked folder. Values are read when asked for; `open_checkpoint` makes one. A context manager, which closes
+    the files."""
 
     def __init__(self, folder: Path, dimensions: ModelDimensions, shards: dict[str, Any], places: dict[str, str]):
         self.folder, self.dimensions = folder, dimensions
         self._shards = shards  # file name -> open safetensors file
         self._files = {name: shard for shard, handle in shards.items() for name in handle.keys()}  # noqa: SIM118
         self._places = places  # text name -> name in its file
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for shard in self._shards.values():
+            shard.__exit__(None, None, None)
 
     @property
     def names(self) -> tuple[str, ...]:

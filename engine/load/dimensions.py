@@ -113,7 +113,7 @@ class ModelDimensions:
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from None
 
-    # Names in the shape comments of `engine.run.model`: H, Hkv, d; Hk, Hv, dk, dv; Kd, Vd, C, P.
+    # Names in the shape comments of `run.model` and `load.tensors`: H, Hkv, d; Hk, Hv, dk, dv; Kd, Vd, C, P.
 
     @property
     def num_hidden_layers(self) -> int:

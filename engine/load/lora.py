@@ -19,7 +19,7 @@ from engine.config import nearest
 from engine.errors import CheckpointError, shown
 from engine.load.checkpoint import check_tensor, expected_tensors, open_shard, read_json
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import LowRank
+from engine.load.tensors import LowRank
 
 SETTINGS = "adapter_config.json"
 VALUES = "adapter_model.safetensors"
@@ -63,6 +63,10 @@ class Adapter:
         self._rows = {name.removesuffix(".weight"): t.shape[0] for name, t in expected_tensors(dimensions).items()}
         self._file = file
         self._places = places  # module -> its name in the file
+
+    def close(self) -> None:
+        """Nothing can be read after."""
+        self._file.__exit__(None, None, None)
 
     @property
     def modules(self) -> tuple[str, ...]:

@@ -105,21 +105,26 @@ def kind_of(folder: str | Path) -> Kind:
     return "base"
 
 
-def weights_folder(checkpoint: str, base: str | None) -> str:
+def weights_folder(checkpoint: str, kind: Kind, base: str | None) -> str:
     """The folder with config.json, base weights and tokenizer.
 
     Raises ConfigError when `base` is missing for a folder without weights, or given for one that has them.
     """
-    kind = kind_of(checkpoint)
     if kind in ("base", "export"):
         if base is not None:
             raise ConfigError(f"base={base}: {checkpoint} holds its own weights; leave base= out")
         return checkpoint
     if base is None:
         raise ConfigError(f"checkpoint={checkpoint} holds no base weights; give their folder with base=FOLDER")
-    if kind_of(base) != "base":
-        raise ConfigError(f"base={base} is no plain Hugging Face folder but holds an {kind_of(base)} itself")
+    if (found := kind_of(base)) != "base":
+        raise ConfigError(f"base={base} is no plain Hugging Face folder but holds an {found} itself")
     return base
+
+
+def read_model_id(folder: str | Path, kind: Literal["package", "export"]) -> str:
+    """The model that a package or an export was trained as. Raises CheckpointError naming file and key."""
+    file = Path(folder).expanduser() / (MODEL if kind == "package" else EXPORT)
+    return _get(file, read_json(file), "model_id", str)
 
 
 def read_package(folder: str | Path, hidden_size: int) -> DecisionModel:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from engine.load.dimensions import ModelDimensions
 from engine.plan.schedule import BufferSizes
-from engine.run.modes import own_modes
 from ops.tables import CHUNK, CONV_HISTORY
 
 _SMALLEST = BufferSizes(kv_rows=2, slots=2, states=2)  # sizes the compiler does not take for constants
@@ -79,7 +78,6 @@ class SnapshotBuffers:
         """Give the memory back; the next `reserve` allocates again."""
         self.layers, self.sizes = [], BufferSizes()
 
-    @own_modes()
     def _allocate(self, kind: str, sizes: BufferSizes) -> LayerBuffers:
         d = self.dimensions
 

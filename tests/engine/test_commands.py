@@ -56,6 +56,11 @@ def test_options_arrive_typed(command: Command) -> None:
     assert (config.memory.limit_gib, config.memory.graphs_gib) == (24.0, 1.0)
 
 
+def test_every_graph_may_be_asked_for_while_loading(command: Command) -> None:
+    code, [config] = command("warmup=all", "capture=load")
+    assert (code, config.warmup, config.capture) == (0, "all", "load")
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
@@ -67,6 +72,8 @@ def test_options_arrive_typed(command: Command) -> None:
         (["model=foo"], "score: model=foo is not one of tiny, 4b, 9b, 27b"),
         (["gemm=tunde"], "score: gemm=tunde is not one of auto, default, fixed, tuned; did you mean 'tuned'?"),
         (["graphs=capture"], "score: graphs=capture is not one of auto, eager, compiled, captured; did you mean"),
+        (["warmup=64"], "score: warmup=64 is neither a list of row counts nor the word all"),
+        (["capture=never"], "score: capture=never is not one of answer, load, idle"),
         (["warmup=[0]"], "score: warmup=0 is not a whole number from 1 to 16,384"),
         (["memory.limit_gib=0"], "score: memory.limit_gib=0.0 is not a positive number"),
         (["max_length=-1"], "score: max_length=-1 is not a whole number from 1 to 16,384"),

@@ -1,6 +1,7 @@
 """Whatever the process sets for itself, operators, references, weights and a forward give the bits they always give.
 
-Not among them, because a kernel cannot keep them on a CPU: the precision of float32 products and the threads.
+Not among them, because a kernel cannot keep them on a CPU: the precision of float32 products and the threads. Modes of
+a thread are the affair of `computing` for weights and forwards, as in an engine, and of the kernels for operators.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.load.dimensions import ModelDimensions
+from engine.load.tensors import rope_table
 from engine.plan.schedule import BufferSizes
-from engine.run.model import Backbone, rope_table
+from engine.run.device import computing
+from engine.run.model import Backbone
 from engine.run.snapshot import SnapshotBuffers
 from ops.add_rms_norm import add_rms_norm, add_rms_norm_reference
 from ops.add_rows import add_rows, add_rows_reference
@@ -30,6 +33,7 @@ from ops.tables import ROW_TOKEN, TABLE_WORDS, SegmentEntry, Source, fill
 from ops.take_rows import take_rows, take_rows_reference
 from tests.support import random_backbone, small_config
 
+CPU = torch.device("cpu")
 Tensors = tuple[Tensor, ...]
 
 
@@ -185,14 +189,19 @@ def test_d33_operators_keep_their_bits(setting: str, dtype: torch.dtype) -> None
 
 def forwards(backbone: Backbone, buffers: SnapshotBuffers) -> Tensors:
     """A prefix and branches behind it: hidden states of both passes, and what the prefix left."""
+    with computing(CPU):
+        return _forwards(backbone, buffers)
+
+
+def _forwards(backbone: Backbone, buffers: SnapshotBuffers) -> Tensors:
     buffers.reserve(BufferSizes(kv_rows=80, slots=2, states=2))
-    first = backbone(tables(prefix(70), [(0, 69)]), 80, 2, buffers.layers)
-    second = backbone(tables(branches(70), [(1, 29), (2, 6)]), 80, 2, buffers.layers)
+    first = backbone.forward(tables(prefix(70), [(0, 69)]), 80, 2, buffers.layers)
+    second = backbone.forward(tables(branches(70), [(1, 29), (2, 6)]), 80, 2, buffers.layers)
     return (first, second, *(t.clone() for t in buffers.tensors()))
 
 
 def new_buffers(backbone: Backbone, dtype: torch.dtype) -> SnapshotBuffers:
-    return SnapshotBuffers(backbone.dimensions, dtype=dtype, device=torch.device("cpu"))
+    return SnapshotBuffers(backbone.dimensions, dtype=dtype, device=CPU)
 
 
 @EVERY_SETTING
@@ -211,7 +220,7 @@ def test_d33_a_forward_keeps_its_bits(setting: str, dtype: torch.dtype) -> None:
 def test_d33_weights_loaded_under_a_setting_are_the_same(setting: str) -> None:
     dtype = torch.float32
     plain = random_backbone(small_config(), dtype=dtype)
-    with SETTINGS[setting]():
+    with SETTINGS[setting](), computing(CPU):
         loaded = random_backbone(small_config(), dtype=dtype)
         buffers = new_buffers(loaded, dtype)
     assert torch.equal(loaded.weights.rope, plain.weights.rope)
@@ -222,7 +231,7 @@ def test_d33_weights_loaded_under_a_setting_are_the_same(setting: str) -> None:
 def test_d33_the_rotary_table_is_that_of_float64_angles(setting: str) -> None:
     dimensions = ModelDimensions.from_config(small_config())
     with SETTINGS[setting]():
-        rope = rope_table(dimensions, 300, dtype=torch.float32, device=torch.device("cpu"))
+        rope = rope_table(dimensions, 300, dtype=torch.float32, device=CPU)
     half = dimensions.rotary_dim // 2
     angles = np.arange(300)[:, None] * dimensions.rope_theta ** (-np.arange(half) / half)
     assert rope.dtype == torch.float32

@@ -16,8 +16,8 @@ import accuracy
 
 from engine.load.checkpoint import RandomWeights
 from engine.load.dimensions import ModelDimensions
+from engine.load.tensors import Weights
 from engine.load.weights import load_weights
-from engine.run.model import Weights
 from ops.linear import linear_fixed
 from tests.support import small_config
 

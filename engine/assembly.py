@@ -1,0 +1,81 @@
+"""What an engine is made of: weights, a processor and an executor. Runs on the thread that owns the device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict
+
+import torch
+
+from engine.config import EngineConfig, cache_folder
+from engine.load.dimensions import ModelDimensions
+from engine.load.opening import open_model
+from engine.load.tensors import Weights
+from engine.load.weights import load_weights
+from engine.plan.planning import Planner
+from engine.run.device import Client, Progress
+from engine.run.executor import Executor
+from engine.run.model import Backbone
+from engine.wire.answers import Provenance
+from engine.wire.processor import Processor
+from graphs.tuning.tuner import prepare
+from ops.linear import linear_default, linear_fixed
+from ops.linear_tuned import linear_tuned
+
+_HANDLES = {"default": linear_default, "fixed": linear_fixed, "tuned": linear_tuned}
+RUN_OPTIONS = ("split", "gemm", "schedule", "pack", "graphs", "capture")
+"""What engines over the same weights may differ in."""
+
+
+class Parts(TypedDict):
+    """What `Engine` takes beside its options."""
+
+    weights: Weights
+    dimensions: ModelDimensions
+    processor: Processor
+    provenance: Provenance
+
+
+def load_parts(config: EngineConfig, client: Client, progress: Progress) -> Parts:
+    """Open what `config`, which must be resolved, names, and put its weights on the device.
+
+    Raises ConfigError and CheckpointError as `open_model`, CapacityError where the weights fit no limit.
+    """
+    device, dtype = torch.device(config.device), getattr(torch, config.dtype)
+    with open_model(config, dtype, device) as model:
+        Planner(config, model.dimensions).check_least(others=client.owner.bytes_beside(client))
+        weights = load_weights(
+            model.tensor, model.dimensions, dtype=dtype, device=device, positions=config.max_length, progress=progress,
+            adapter=model.beside,
+        )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # so that any stream may read them
+    return Parts(
+        weights=weights,
+        dimensions=model.dimensions,
+        processor=model.processor,
+        provenance=ran_with(config, model.provenance),
+    )
+
+
+def make_executor(
+    config: EngineConfig,
+    weights: Weights,
+    dimensions: ModelDimensions,
+    made: torch.cuda.Event | None,
+    progress: Progress,
+) -> Executor:
+    """The executor over weights that are there once the event `made` has happened."""
+    if made is not None:
+        torch.cuda.current_stream().wait_event(made)
+    if config.gemm == "tuned":
+        prepare(dimensions, device=torch.device(config.device), cache_dir=cache_folder(config), progress=progress)
+    backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs == "compiled")
+    graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
+    return Executor(backbone, capture_limit_bytes=graphs_bytes)
+
+
+def ran_with(config: EngineConfig, provenance: Provenance) -> Provenance:
+    """`provenance` with the run options of this engine."""
+    run = {name: getattr(config, name) for name in RUN_OPTIONS}
+    return replace(provenance, extra={**provenance.extra, **run})
