@@ -16,8 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops import tables as t
 from ops.kernels.rows import sigmoid
+from ops.kernels.sources import source_at
+from ops.kernels.tables import (
+    KV_OWN,
+    KV_QUESTION,
+    KV_REQUEST,
+    NUM_READS,
+    NUM_ROWS,
+    PACKED,
+    QUESTION_FIRST,
+    READ_ROWS,
+    ROW_POSITION,
+    ROW_SEGMENT,
+    START,
+)
 from ops.sizes import COLUMN_UNIT
 
 
@@ -37,17 +50,6 @@ TILES = {8: Tile(queries=64, keys=32, stages=2, warps=8), 9: Tile(queries=128, k
 FLOAT32_TILE = Tile(queries=32, keys=16, stages=1, warps=8)
 
 _COLUMN_UNIT = tl.constexpr(COLUMN_UNIT)
-_PACKED = tl.constexpr(t.PACKED)
-_NUM_ROWS = tl.constexpr(t.NUM_ROWS)
-_NUM_READS = tl.constexpr(t.NUM_READS)
-_ROW_POSITION = tl.constexpr(t.ROW_POSITION)
-_ROW_SEGMENT = tl.constexpr(t.ROW_SEGMENT)
-_READ_ROWS = tl.constexpr(t.READ_ROWS)
-_START = tl.constexpr(t.SEGMENTS + t.SEG_START * t.MAX_SEGMENTS)
-_QUESTION_FIRST = tl.constexpr(t.SEGMENTS + t.SEG_QUESTION_FIRST * t.MAX_SEGMENTS)
-_KV_REQUEST = tl.constexpr(t.SEGMENTS + t.SEG_KV_REQUEST * t.MAX_SEGMENTS)
-_KV_QUESTION = tl.constexpr(t.SEGMENTS + t.SEG_KV_QUESTION * t.MAX_SEGMENTS)
-_KV_OWN = tl.constexpr(t.SEGMENTS + t.SEG_KV_OWN * t.MAX_SEGMENTS)
 _LOG2_E = tl.constexpr(log2(e))
 _FAR = tl.constexpr(2**31 - 1)
 
@@ -58,15 +60,15 @@ def position_zero(cache, packed, offset, PITCH: tl.constexpr):
 
     Offsets lie around 0 for a snapshot and around PACKED for packed rows, on either side of it.
     """
-    is_packed = offset >= _PACKED // 2
-    row = tl.where(is_packed, offset - _PACKED, offset)
+    is_packed = offset >= PACKED // 2
+    row = tl.where(is_packed, offset - PACKED, offset)
     return tl.where(is_packed, packed, cache) + row.to(tl.int64) * PITCH
 
 
 @triton.jit
 def load_path(key, mask, start, question_first, request, question, own, PITCH: tl.constexpr, D: tl.constexpr):
     """Keys or values [W, D] at the positions `key` of one path, exact zeros where the mask is false."""
-    source = tl.where(key >= start, own, tl.where(key >= question_first, question, request))
+    source = source_at(key, start, question_first, request, question, own)
     offsets = key.to(tl.int64)[:, None] * PITCH + tl.arange(0, D)[None, :]
     return tl.load(source[:, None] + offsets, mask=mask[:, None], other=0.0)
 
@@ -95,7 +97,7 @@ def attention_kernel(
     # Later rows tend to have longer paths: they start first.
     kv_head = tl.program_id(0) % KV_HEADS
     first = (tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS) * M
-    count = tl.load(tables + tl.where(reads != 0, _NUM_READS, _NUM_ROWS)) * GROUP
+    count = tl.load(tables + tl.where(reads != 0, NUM_READS, NUM_ROWS)) * GROUP
     if first >= count:
         return
 
@@ -103,18 +105,18 @@ def attention_kernel(
     valid = flat < count
     row = flat // GROUP
     head = kv_head * GROUP + flat % GROUP
-    read_row = tl.load(tables + _READ_ROWS + row, mask=valid & (reads != 0), other=0)
+    read_row = tl.load(tables + READ_ROWS + row, mask=valid & (reads != 0), other=0)
     packed_row = tl.where(reads != 0, read_row, row)
-    position = tl.load(tables + _ROW_POSITION + packed_row, mask=valid, other=-1)
-    segment = tl.load(tables + _ROW_SEGMENT + packed_row, mask=valid, other=-1)
+    position = tl.load(tables + ROW_POSITION + packed_row, mask=valid, other=-1)
+    segment = tl.load(tables + ROW_SEGMENT + packed_row, mask=valid, other=-1)
     columns = tl.arange(0, D)
     q_offsets = (row.to(tl.int64) * HEADS + head)[:, None] * D + columns[None, :]
     b_q = tl.load(q + q_offsets, mask=valid[:, None], other=0.0)
 
     # Keys below `shared` are the same rows for every segment of this tile.
-    request_offset = tl.load(tables + _KV_REQUEST + segment, mask=valid, other=0)
+    request_offset = tl.load(tables + KV_REQUEST + segment, mask=valid, other=0)
     least, most = tl.min(tl.where(valid, request_offset, _FAR), 0), tl.max(tl.where(valid, request_offset, -_FAR), 0)
-    request_ends = tl.load(tables + _QUESTION_FIRST + segment, mask=valid, other=_FAR)
+    request_ends = tl.load(tables + QUESTION_FIRST + segment, mask=valid, other=_FAR)
     shared = tl.where(least == most, tl.min(request_ends, 0) // W * W, 0)
     first_segment = tl.min(tl.where(valid, segment, _FAR), 0)
     last_segment = tl.max(segment, 0)
@@ -127,11 +129,11 @@ def attention_kernel(
     weights = tl.zeros((M, W), tl.float32)
     acc = tl.zeros((M, D), tl.float32)
     for s in range(first_segment, last_segment + 1):
-        start = tl.load(tables + _START + s)
-        question_first = tl.load(tables + _QUESTION_FIRST + s)
-        request = tl.load(tables + _KV_REQUEST + s)
-        question = tl.load(tables + _KV_QUESTION + s)
-        own = tl.load(tables + _KV_OWN + s)
+        start = tl.load(tables + START + s)
+        question_first = tl.load(tables + QUESTION_FIRST + s)
+        request = tl.load(tables + KV_REQUEST + s)
+        question = tl.load(tables + KV_QUESTION + s)
+        own = tl.load(tables + KV_OWN + s)
         k_request = position_zero(k_cache, k, request, PITCH) + kv_head * D
         k_question = position_zero(k_cache, k, question, PITCH) + kv_head * D
         k_own = position_zero(k_cache, k, own, PITCH) + kv_head * D

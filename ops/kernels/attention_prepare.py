@@ -6,18 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops import tables as t
+from ops.kernels.tables import KV_WRITE, NUM_READS, NUM_ROWS, READ_ROWS, ROW_POSITION, ROW_SEGMENT
 from ops.sizes import COLUMN_UNIT, num_query_heads
 
 WARPS = 4
 
 _COLUMN_UNIT = tl.constexpr(COLUMN_UNIT)
-_NUM_ROWS = tl.constexpr(t.NUM_ROWS)
-_NUM_READS = tl.constexpr(t.NUM_READS)
-_ROW_POSITION = tl.constexpr(t.ROW_POSITION)
-_ROW_SEGMENT = tl.constexpr(t.ROW_SEGMENT)
-_READ_ROWS = tl.constexpr(t.READ_ROWS)
-_KV_WRITE = tl.constexpr(t.SEGMENTS + t.SEG_KV_WRITE * t.MAX_SEGMENTS)
 
 
 @triton.jit
@@ -86,19 +80,19 @@ def attention_prepare_kernel(
     ROT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    num_rows = tl.load(tables + _NUM_ROWS)
-    num_queries = tl.where(reads != 0, tl.load(tables + _NUM_READS), num_rows)
+    num_rows = tl.load(tables + NUM_ROWS)
+    num_queries = tl.where(reads != 0, tl.load(tables + NUM_READS), num_rows)
     if row < num_queries:
-        read_row = tl.load(tables + _READ_ROWS + row, mask=reads != 0, other=0)
-        position = tl.load(tables + _ROW_POSITION + tl.where(reads != 0, read_row, row)).to(tl.int64)
+        read_row = tl.load(tables + READ_ROWS + row, mask=reads != 0, other=0)
+        position = tl.load(tables + ROW_POSITION + tl.where(reads != 0, read_row, row)).to(tl.int64)
         head = tl.arange(0, HEADS_P2)
         source = q_proj + row * q_pitch * _COLUMN_UNIT + head * (2 * D)
         target = q + (row * HEADS + head) * D
         norm_and_rotate(source, target, head < HEADS, q_norm, rope + position * ROT, eps, head < 0, D, ROT)
     if row < num_rows:
         PITCH: tl.constexpr = KV_HEADS * D
-        position = tl.load(tables + _ROW_POSITION + row).to(tl.int64)
-        offset = tl.load(tables + _KV_WRITE + tl.load(tables + _ROW_SEGMENT + row))
+        position = tl.load(tables + ROW_POSITION + row).to(tl.int64)
+        offset = tl.load(tables + KV_WRITE + tl.load(tables + ROW_SEGMENT + row))
         kept = offset >= 0
         to = tl.where(kept, position + offset, row) * PITCH
         head = tl.arange(0, KV_HEADS_P2)

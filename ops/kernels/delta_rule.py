@@ -21,6 +21,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ops import tables as t
+from ops.kernels.sources import rows_at, source_at
+from ops.kernels.tables import (
+    CHUNK_OWN,
+    CHUNK_QUESTION,
+    CHUNK_REQUEST,
+    CHUNKS,
+    CHUNKS_OF,
+    FIRST_CHUNK,
+    LENGTH,
+    NUM_CHUNKS,
+    NUM_INTERNAL,
+    NUM_SEGMENTS,
+    PACKED,
+    QUESTION_FIRST,
+    START,
+    STATE_READ,
+    STATE_WRITE,
+)
 from ops.sizes import CHUNK, LEAST_LOG_DECAY, DeltaSizes
 
 PREPARE_PROGRAMS = 396
@@ -41,22 +59,7 @@ PRECISION = "tf32x3"
 """Of products of float32 tiles; products of bfloat16 tiles are exact and summed in float32."""
 
 _CHUNK = tl.constexpr(CHUNK)
-_PACKED = tl.constexpr(t.PACKED)
 _LEAST_LOG_DECAY = tl.constexpr(LEAST_LOG_DECAY)
-_CHUNKS = tl.constexpr(t.CHUNKS)
-_NUM_CHUNKS = tl.constexpr(t.NUM_CHUNKS)
-_NUM_SEGMENTS = tl.constexpr(t.NUM_SEGMENTS)
-_NUM_INTERNAL = tl.constexpr(t.NUM_INTERNAL)
-_START = tl.constexpr(t.SEGMENTS + t.SEG_START * t.MAX_SEGMENTS)
-_LENGTH = tl.constexpr(t.SEGMENTS + t.SEG_LENGTH * t.MAX_SEGMENTS)
-_FIRST_CHUNK = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK * t.MAX_SEGMENTS)
-_CHUNKS_OF = tl.constexpr(t.SEGMENTS + t.SEG_NUM_CHUNKS * t.MAX_SEGMENTS)
-_STATE_READ = tl.constexpr(t.SEGMENTS + t.SEG_STATE_READ * t.MAX_SEGMENTS)
-_STATE_WRITE = tl.constexpr(t.SEGMENTS + t.SEG_STATE_WRITE * t.MAX_SEGMENTS)
-_QUESTION_FIRST = tl.constexpr(t.SEGMENTS + t.SEG_QUESTION_FIRST * t.MAX_SEGMENTS)
-_REQUEST = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_REQUEST * t.MAX_SEGMENTS)
-_QUESTION = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_QUESTION * t.MAX_SEGMENTS)
-_OWN = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_OWN * t.MAX_SEGMENTS)
 
 # The plan of a chunk, int32: virtual row of each row it has, packed row of each row it owns (-1: none), then words.
 _PLAN_OWN = tl.constexpr(CHUNK)
@@ -82,36 +85,29 @@ _TILE = tl.constexpr(16)
 @triton.jit
 def plan_chunk(tables, chunk, plan, store):
     """Virtual row and owned packed row (-1: none) of the 64 rows of a chunk; with `store` the plan is written too."""
-    segment = tl.load(tables + _CHUNKS + 2 * chunk)
-    first = tl.load(tables + _CHUNKS + 2 * chunk + 1) * _CHUNK
-    start = tl.load(tables + _START + segment)
-    end = start + tl.load(tables + _LENGTH + segment)
-    own = tl.load(tables + _OWN + segment)
-    question = tl.load(tables + _QUESTION + segment)
-    request = tl.load(tables + _REQUEST + segment)
-    question_first = tl.load(tables + _QUESTION_FIRST + segment)
+    segment = tl.load(tables + CHUNKS + 2 * chunk)
+    first = tl.load(tables + CHUNKS + 2 * chunk + 1) * _CHUNK
+    start = tl.load(tables + START + segment)
+    end = start + tl.load(tables + LENGTH + segment)
+    own = tl.load(tables + CHUNK_OWN + segment)
+    question = tl.load(tables + CHUNK_QUESTION + segment)
+    request = tl.load(tables + CHUNK_REQUEST + segment)
+    question_first = tl.load(tables + QUESTION_FIRST + segment)
     index = tl.arange(0, _CHUNK)
     position = first + index
-    inherited = tl.where(position >= question_first, question, request)
-    row = tl.where(position < end, position + tl.where(position >= start, own, inherited), -1)
-    own_row = tl.where((position >= start) & (position < end), position + own - _PACKED, -1)
+    source = source_at(position, start, question_first, request, question, own)
+    row = tl.where(position < end, position + source, -1)
+    own_row = tl.where((position >= start) & (position < end), position + own - PACKED, -1)
     if store:
         p_plan = plan + chunk * _PLAN_WIDTH
-        read = tl.where(first <= start, tl.load(tables + _STATE_READ + segment), _KEEP)
-        write = tl.where(first + _CHUNK >= end, tl.load(tables + _STATE_WRITE + segment), -1)
+        read = tl.where(first <= start, tl.load(tables + STATE_READ + segment), _KEEP)
+        write = tl.where(first + _CHUNK >= end, tl.load(tables + STATE_WRITE + segment), -1)
         tl.store(p_plan + index, row)
         tl.store(p_plan + _PLAN_OWN + index, own_row)
         tl.store(p_plan + _PLAN_READ, read)
         tl.store(p_plan + _PLAN_WRITE, write)
         tl.store(p_plan + _PLAN_FULL, (first + _CHUNK <= end).to(tl.int32))
     return row, own_row
-
-
-@triton.jit
-def rows_at(row, packed, PACKED_PITCH: tl.constexpr, tail, TAIL_PITCH: tl.constexpr):
-    """Pointers [64] to virtual rows."""
-    in_pass = packed + (row - _PACKED).to(tl.int64) * PACKED_PITCH
-    return tl.where(row >= _PACKED, in_pass, tail + row.to(tl.int64) * TAIL_PITCH)
 
 
 @triton.jit
@@ -177,7 +173,7 @@ def prepare_kernel(
     square = index[:, None] * _CHUNK + index[None, :]
     earlier = index[None, :] < index[:, None]
 
-    for item in range(tl.program_id(0), tl.load(tables + _NUM_CHUNKS) * KEY_HEADS, tl.num_programs(0)):
+    for item in range(tl.program_id(0), tl.load(tables + NUM_CHUNKS) * KEY_HEADS, tl.num_programs(0)):
         chunk, head = item // KEY_HEADS, item % KEY_HEADS
         row, own_row = plan_chunk(tables, chunk, plan, head == 0)
         m_row, m_own = row >= 0, own_row >= 0
@@ -225,9 +221,9 @@ def prepare_kernel(
 @triton.jit
 def segment_border(tables, chunk, end):
     """The first chunk from `chunk` on that begins a segment, or `end`."""
-    segment = tl.load(tables + _CHUNKS + 2 * chunk, mask=chunk < end, other=0)
-    first = tl.load(tables + _FIRST_CHUNK + segment)
-    following = first + tl.load(tables + _CHUNKS_OF + segment)
+    segment = tl.load(tables + CHUNKS + 2 * chunk, mask=chunk < end, other=0)
+    first = tl.load(tables + FIRST_CHUNK + segment)
+    following = first + tl.load(tables + CHUNKS_OF + segment)
     return tl.where(chunk < end, tl.where(first == chunk, chunk, following), end)
 
 
@@ -252,10 +248,10 @@ def scan_kernel(
     lane = tl.program_id(0) // (VALUE_HEADS * BLOCKS)
     value_head = tl.program_id(0) // BLOCKS % VALUE_HEADS
     first_column = tl.program_id(0) % BLOCKS * BLOCK
-    num_internal = tl.load(tables + _NUM_INTERNAL)
-    num_chunks = tl.load(tables + _NUM_CHUNKS)
-    m_leaf = num_internal < tl.load(tables + _NUM_SEGMENTS)
-    first_leaf = tl.load(tables + _FIRST_CHUNK + num_internal, mask=m_leaf, other=0)
+    num_internal = tl.load(tables + NUM_INTERNAL)
+    num_chunks = tl.load(tables + NUM_CHUNKS)
+    m_leaf = num_internal < tl.load(tables + NUM_SEGMENTS)
+    first_leaf = tl.load(tables + FIRST_CHUNK + num_internal, mask=m_leaf, other=0)
     leaf_chunks = tl.where(m_leaf, num_chunks - first_leaf, 0)
 
     index = tl.arange(0, _CHUNK)
@@ -268,8 +264,8 @@ def scan_kernel(
             first = segment_border(tables, first_leaf + leaf_chunks * lane // lanes, first_leaf + leaf_chunks)
             end = segment_border(tables, first_leaf + leaf_chunks * (lane + 1) // lanes, first_leaf + leaf_chunks)
         else:
-            first = tl.load(tables + _FIRST_CHUNK + turn)
-            end = first + tl.load(tables + _CHUNKS_OF + turn)
+            first = tl.load(tables + FIRST_CHUNK + turn)
+            end = first + tl.load(tables + CHUNKS_OF + turn)
         tl.debug_barrier()  # states that this program wrote for earlier segments are there to be read
         b_state = tl.zeros([DK, BLOCK], dtype=tl.float32)
         b_operand = b_state.to(dtype)

@@ -14,8 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops import tables as t
 from ops.kernels.rows import sigmoid
+from ops.kernels.sources import rows_at, source_at
+from ops.kernels.tables import (
+    CONV_OWN,
+    CONV_QUESTION,
+    CONV_REQUEST,
+    LENGTH,
+    PACKED,
+    QUESTION_FIRST,
+    ROW_POSITION,
+    ROW_SEGMENT,
+    SLOT_WRITE,
+    START,
+)
 from ops.sizes import CHUNK, NORM_EPS, ConvSizes
 
 ROWS = 8
@@ -31,17 +43,7 @@ REGISTERS = 64
 """Most of a thread on capability 9: 32 warps then fit a multiprocessor, and others work while one waits for its rows.
 Elsewhere the cap would spill."""
 
-_PACKED = tl.constexpr(t.PACKED)
 _CHUNK = tl.constexpr(CHUNK)
-_ROW_POSITION = tl.constexpr(t.ROW_POSITION)
-_ROW_SEGMENT = tl.constexpr(t.ROW_SEGMENT)
-_START = tl.constexpr(t.SEGMENTS + t.SEG_START * t.MAX_SEGMENTS)
-_LENGTH = tl.constexpr(t.SEGMENTS + t.SEG_LENGTH * t.MAX_SEGMENTS)
-_SLOT_WRITE = tl.constexpr(t.SEGMENTS + t.SEG_SLOT_WRITE * t.MAX_SEGMENTS)
-_QUESTION_FIRST = tl.constexpr(t.SEGMENTS + t.SEG_QUESTION_FIRST * t.MAX_SEGMENTS)
-_CONV_REQUEST = tl.constexpr(t.SEGMENTS + t.SEG_CONV_REQUEST * t.MAX_SEGMENTS)
-_CONV_QUESTION = tl.constexpr(t.SEGMENTS + t.SEG_CONV_QUESTION * t.MAX_SEGMENTS)
-_CONV_OWN = tl.constexpr(t.SEGMENTS + t.SEG_CONV_OWN * t.MAX_SEGMENTS)
 _NORM_EPS = tl.constexpr(NORM_EPS)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -59,17 +61,13 @@ def tap_weight(weight, columns, J: tl.constexpr):
 @triton.jit
 def input_at(position, segment, tables, proj, history, columns, C: tl.constexpr, P: tl.constexpr):
     """The convolution's input at one position of a segment's path, in float32; zeros before position 0."""
-    request = tl.load(tables + _CONV_REQUEST + segment)
-    question = tl.load(tables + _CONV_QUESTION + segment)
-    own = tl.load(tables + _CONV_OWN + segment)
-    start = tl.load(tables + _START + segment)
-    question_first = tl.load(tables + _QUESTION_FIRST + segment)
-    offset = tl.where(position >= start, own, tl.where(position >= question_first, question, request))
-    row = position + offset
-    packed = proj + (row - _PACKED).to(tl.int64) * P
-    kept = history + row.to(tl.int64) * C
-    source = tl.where(row >= _PACKED, packed, kept)
-    return tl.load(source + columns, mask=position >= 0, other=0.0).to(tl.float32)
+    request = tl.load(tables + CONV_REQUEST + segment)
+    question = tl.load(tables + CONV_QUESTION + segment)
+    own = tl.load(tables + CONV_OWN + segment)
+    start = tl.load(tables + START + segment)
+    question_first = tl.load(tables + QUESTION_FIRST + segment)
+    row = position + source_at(position, start, question_first, request, question, own)
+    return tl.load(rows_at(row, proj, P, history, C) + columns, mask=position >= 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -139,10 +137,10 @@ def keep_inputs(x0, x1, x2, history, slot, columns, C: tl.constexpr):
 @triton.jit
 def enter(row, segment, tables, proj, history, columns, C: tl.constexpr, P: tl.constexpr):
     """A walk's facts of a segment at its packed row `row`: (position, end, slot, border, the three inputs before)."""
-    position = tl.load(tables + _ROW_POSITION + row)
-    end = tl.load(tables + _START + segment) + tl.load(tables + _LENGTH + segment)
-    slot = tl.load(tables + _SLOT_WRITE + segment)
-    border = tl.where(slot >= 0, end - end % _CHUNK, _PACKED)  # the tail keeps the rows from here on
+    position = tl.load(tables + ROW_POSITION + row)
+    end = tl.load(tables + START + segment) + tl.load(tables + LENGTH + segment)
+    slot = tl.load(tables + SLOT_WRITE + segment)
+    border = tl.where(slot >= 0, end - end % _CHUNK, PACKED)  # the tail keeps the rows from here on
     x0 = input_at(position - 3, segment, tables, proj, history, columns, C, P)
     x1 = input_at(position - 2, segment, tables, proj, history, columns, C, P)
     x2 = input_at(position - 1, segment, tables, proj, history, columns, C, P)
@@ -179,8 +177,8 @@ def conv_rows(
     row = first.to(tl.int32)
     for _ in range(steps):
         inputs = load_rows(p_x, row, stop, P, ROWS)
-        top = tl.load(tables + _ROW_SEGMENT + row, mask=row < stop, other=-1)
-        last = tl.load(tables + _ROW_SEGMENT + row + ROWS - 1, mask=row + ROWS - 1 < stop, other=-1)
+        top = tl.load(tables + ROW_SEGMENT + row, mask=row < stop, other=-1)
+        last = tl.load(tables + ROW_SEGMENT + row + ROWS - 1, mask=row + ROWS - 1 < stop, other=-1)
         if top >= 0:  # nothing to do past the last true row
             if top != held:
                 held = top
@@ -204,7 +202,7 @@ def conv_rows(
                     keep_inputs(x0, x1, x2, history, slot, columns, C)
             else:
                 for i in range(ROWS):
-                    segment = tl.load(tables + _ROW_SEGMENT + row + i, mask=row + i < stop, other=-1)
+                    segment = tl.load(tables + ROW_SEGMENT + row + i, mask=row + i < stop, other=-1)
                     if segment >= 0:
                         if segment != held:
                             held = segment
@@ -244,7 +242,7 @@ def gate_rows(
     bias = tl.load(dt_bias + heads, mask=real, other=0.0).to(tl.float32)
     for step in range(steps):
         row = first + step * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-        segment = tl.load(tables + _ROW_SEGMENT + row, mask=row < rows, other=-1)
+        segment = tl.load(tables + ROW_SEGMENT + row, mask=row < rows, other=-1)
         live = segment >= 0
         b_offset = row * P + B_OFFSET + heads
         b = tl.load(proj + b_offset, mask=live & real, other=0.0).to(tl.float32)
@@ -254,10 +252,10 @@ def gate_rows(
         out = gates + row * (2 * HV + 2 * HK) + heads
         tl.store(out, g, mask=live & real)
         tl.store(out + HV, beta, mask=live & real)
-        position = tl.load(tables + _ROW_POSITION + row, mask=live, other=0)
-        slot = tl.load(tables + _SLOT_WRITE + segment, mask=live, other=-1)
-        end = tl.load(tables + _START + segment, mask=live, other=0)
-        end += tl.load(tables + _LENGTH + segment, mask=live, other=0)
+        position = tl.load(tables + ROW_POSITION + row, mask=live, other=0)
+        slot = tl.load(tables + SLOT_WRITE + segment, mask=live, other=-1)
+        end = tl.load(tables + START + segment, mask=live, other=0)
+        end += tl.load(tables + LENGTH + segment, mask=live, other=0)
         open_row = (slot >= 0) & (position >= end - end % _CHUNK) & real
         tail = tail_gates + (slot.to(tl.int64) * _CHUNK + position % _CHUNK) * (2 * HV + HK) + heads
         tl.store(tail, g, mask=open_row)
