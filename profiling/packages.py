@@ -34,7 +34,7 @@ from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter
 from engine.load.package import ADAPTER, MODEL, TEMPERATURE, folder_sha256, read_package
 from engine.load.package import HEAD as HEAD_FILE
 from engine.load.tensors import Weights
-from engine.load.weights import Source, load_weights
+from engine.load.weights import TensorOf, load_weights
 from engine.prompt import Prompt
 from engine.run.executor import Executor
 from engine.run.model import Backbone
@@ -147,7 +147,7 @@ def anonymous_memory() -> Iterator[Callable[[], int]]:
 
 
 def load(
-    name: str, source: Source, dimensions: ModelDimensions, device: torch.device, *, beside: Adapter | None = None
+    name: str, source: TensorOf, dimensions: ModelDimensions, device: torch.device, *, beside: Adapter | None = None
 ) -> Load:
     """Load, answer LENGTHS prompts one by one, and give the memory back."""
     torch.cuda.synchronize(device)
@@ -182,7 +182,7 @@ def loads(base: Path, package: Path, dimensions: ModelDimensions, device: torch.
     adapter = open_adapter(package / ADAPTER, dimensions)
     read_package(package, dimensions.hidden_size)
     progress(f"package {folder_sha256(package)[:12]}")
-    ways: list[tuple[str, Source, Adapter | None]] = [
+    ways: list[tuple[str, TensorOf, Adapter | None]] = [
         ("base from files", files.tensor, None),
         ("base made on the device", made.tensor, None),
         ("merged from files", adapter.merged(files.tensor, device), None),

@@ -23,18 +23,18 @@ from torch import Tensor
 
 from ops.attention import attention_reference
 from ops.kernels import attention as kernels
-from ops.kernels.attention import Tile
+from ops.kernels.attention import ProgramShape
 from ops.kernels.attention_prepare import launch_attention_prepare
 from ops.tables import TABLE_WORDS, SegmentEntry, Source, fill
 
 DIM, ROT, EPS = 256, 64, 1e-6
 TILES = (
-    Tile(queries=128, keys=32, stages=4, warps=8),
-    Tile(queries=128, keys=32, stages=3, warps=8),
-    Tile(queries=128, keys=64, stages=2, warps=8),
-    Tile(queries=64, keys=32, stages=2, warps=4),
-    Tile(queries=64, keys=32, stages=4, warps=4),
-    Tile(queries=64, keys=64, stages=2, warps=4),
+    ProgramShape(queries=128, keys=32, stages=4, warps=8),
+    ProgramShape(queries=128, keys=32, stages=3, warps=8),
+    ProgramShape(queries=128, keys=64, stages=2, warps=8),
+    ProgramShape(queries=64, keys=32, stages=2, warps=4),
+    ProgramShape(queries=64, keys=32, stages=4, warps=4),
+    ProgramShape(queries=64, keys=64, stages=2, warps=4),
 )
 LENGTHS = (64, 320, 1_088, 3_136)
 SHARED = ((255, 34, 278), (255, 34, 3_093), (32, 33, 1_048), (255, 5, 3_093))
@@ -42,7 +42,7 @@ CUTS = (1, 31, 62, 65, 130, 1_000)
 BRANCHES = (1, 3, 65, 200)
 
 chosen = threading.local()
-kernels.tile_for = lambda x: chosen.tile
+kernels.shape_for = lambda x: chosen.tile
 
 
 class Layer:
@@ -146,7 +146,7 @@ def main() -> None:
     layer = Layer(heads, kv_heads)
     length = max(CUTS) + max(BRANCHES)
 
-    def compiled(tile: Tile) -> str:
+    def compiled(tile: ProgramShape) -> str:
         chosen.tile = tile
         try:
             layer.call(layer.proj[:64], [entry(0, 64)])()

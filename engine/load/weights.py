@@ -11,14 +11,14 @@ from engine.load.dimensions import ModelDimensions
 from engine.load.lora import Adapter
 from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
 
-Source = Callable[[str], Tensor]
+TensorOf = Callable[[str], Tensor]
 """A tensor by its text-model name without prefix, for instance ``layers.3.self_attn.q_proj.weight``."""
 Progress = Callable[[int, int], None]
 """Layers done, layers in all."""
 
 
 def load_weights(
-    source: Source,
+    source: TensorOf,
     dimensions: ModelDimensions,
     *,
     dtype: torch.dtype,

@@ -35,7 +35,7 @@ from ops.sizes import COLUMN_UNIT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tile:
+class ProgramShape:
     """The work of one program and how it is laid out; constant for an architecture, never chosen by sizes."""
 
     queries: int
@@ -45,9 +45,12 @@ class Tile:
     warps: int
 
 
-TILES = {8: Tile(queries=64, keys=32, stages=2, warps=8), 9: Tile(queries=128, keys=64, stages=2, warps=8)}
+SHAPES = {
+    8: ProgramShape(queries=64, keys=32, stages=2, warps=8),
+    9: ProgramShape(queries=128, keys=64, stages=2, warps=8),
+}
 """By major compute capability, for bfloat16: the entry of the largest one not above the device's."""
-FLOAT32_TILE = Tile(queries=32, keys=16, stages=1, warps=8)
+FLOAT32_SHAPE = ProgramShape(queries=32, keys=16, stages=1, warps=8)
 
 _COLUMN_UNIT = tl.constexpr(COLUMN_UNIT)
 _LOG2_E = tl.constexpr(log2(e))
@@ -169,11 +172,11 @@ def attention_kernel(
     tl.store(out + q_offsets, acc.to(out.dtype.element_ty), mask=valid[:, None])
 
 
-def tile_for(x: Tensor) -> Tile:
+def shape_for(x: Tensor) -> ProgramShape:
     if x.dtype == torch.float32:
-        return FLOAT32_TILE
+        return FLOAT32_SHAPE
     major, _ = torch.cuda.get_device_capability(x.device)
-    return TILES[max(known for known in TILES if known <= major)]
+    return SHAPES[max(known for known in SHAPES if known <= major)]
 
 
 def launch_attention(
@@ -187,14 +190,14 @@ def launch_attention(
     head_dim: int,
     reads: bool,
 ) -> Tensor:
-    tile = tile_for(q)
+    shape = shape_for(q)
     heads, kv_heads = q.shape[1] // head_dim, k.shape[1] // head_dim
     out = torch.empty_like(q)
     if q.shape[0]:
-        grid = (triton.cdiv(q.shape[0] * (heads // kv_heads), tile.queries) * kv_heads,)
+        grid = (triton.cdiv(q.shape[0] * (heads // kv_heads), shape.queries) * kv_heads,)
         attention_kernel[grid](
             q, q_proj, k_cache, v_cache, k, v, out, tables, q_proj.shape[1] // COLUMN_UNIT, int(reads),
-            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, M=tile.queries, W=tile.keys, STAGES=tile.stages,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, M=shape.queries, W=shape.keys, STAGES=shape.stages,
+            num_warps=shape.warps, num_stages=shape.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out
