@@ -4,6 +4,8 @@ A query tile is a run of (row, head) pairs of one key/value head, across segment
 all its segments share, then the rest of each segment's path with the rows of the others masked. A masked tile changes
 no bit of a row: its maximum stays, its factor is exp2(0) = 1, its weights are exact zeros, and values are finite
 (`attention_prepare` sees to it). So a row's bits depend on its own path alone, whatever stands beside it.
+
+Sizes: M (row, head) pairs of a program, W keys of a step, D head size.
 """
 
 from __future__ import annotations
@@ -58,22 +60,22 @@ _FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def position_zero(cache, packed, offset, PITCH: tl.constexpr):
+def position_zero(p_cache, p_packed, offset, PITCH: tl.constexpr):
     """Where position 0 of a source with this kv offset would lie; position p lies p rows further.
 
     Offsets lie around 0 for a snapshot and around PACKED for packed rows, on either side of it.
     """
     is_packed = offset >= PACKED // 2
-    row = tl.where(is_packed, offset - PACKED, offset)
-    return tl.where(is_packed, packed, cache) + row.to(tl.int64) * PITCH
+    i_row = tl.where(is_packed, offset - PACKED, offset)
+    return tl.where(is_packed, p_packed, p_cache) + i_row.to(tl.int64) * PITCH
 
 
 @triton.jit
-def load_path(key, mask, start, question_first, request, question, own, PITCH: tl.constexpr, D: tl.constexpr):
-    """Keys or values [W, D] at the positions `key` of one path, exact zeros where the mask is false."""
-    source = source_at(key, start, question_first, request, question, own)
-    offsets = key.to(tl.int64)[:, None] * PITCH + tl.arange(0, D)[None, :]
-    return tl.load(source[:, None] + offsets, mask=mask[:, None], other=0.0)
+def load_path(i_key, m_key, start, question_first, p_request, p_question, p_own, PITCH: tl.constexpr, D: tl.constexpr):
+    """Keys or values [W, D] at the positions `i_key` of one path, exact zeros where the mask is false."""
+    p_source = source_at(i_key, start, question_first, p_request, p_question, p_own)
+    o_path = i_key.to(tl.int64)[:, None] * PITCH + tl.arange(0, D)[None, :]
+    return tl.load(p_source[:, None] + o_path, mask=m_key[:, None], other=0.0)
 
 
 @triton.jit(do_not_specialize=["gate_pitch", "reads"])
@@ -98,78 +100,78 @@ def attention_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     PITCH: tl.constexpr = KV_HEADS * D
     # Later rows tend to have longer paths: they start first.
-    kv_head = tl.program_id(0) % KV_HEADS
-    first = (tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS) * M
+    i_kv_head = tl.program_id(0) % KV_HEADS
+    i_first = (tl.num_programs(0) // KV_HEADS - 1 - tl.program_id(0) // KV_HEADS) * M
     count = tl.load(tables + tl.where(reads != 0, NUM_READS, NUM_ROWS)) * GROUP
-    if first >= count:
+    if i_first >= count:
         return
 
-    flat = first + tl.arange(0, M)
-    valid = flat < count
-    row = flat // GROUP
-    head = kv_head * GROUP + flat % GROUP
-    read_row = tl.load(tables + READ_ROWS + row, mask=valid & (reads != 0), other=0)
-    packed_row = tl.where(reads != 0, read_row, row)
-    position = tl.load(tables + ROW_POSITION + packed_row, mask=valid, other=-1)
-    segment = tl.load(tables + ROW_SEGMENT + packed_row, mask=valid, other=-1)
-    columns = tl.arange(0, D)
-    q_offsets = (row.to(tl.int64) * HEADS + head)[:, None] * D + columns[None, :]
-    b_q = tl.load(q + q_offsets, mask=valid[:, None], other=0.0)
+    i_flat = i_first + tl.arange(0, M)
+    m_row = i_flat < count
+    i_row = i_flat // GROUP
+    i_head = i_kv_head * GROUP + i_flat % GROUP
+    i_read_row = tl.load(tables + READ_ROWS + i_row, mask=m_row & (reads != 0), other=0)
+    i_packed_row = tl.where(reads != 0, i_read_row, i_row)
+    i_position = tl.load(tables + ROW_POSITION + i_packed_row, mask=m_row, other=-1)
+    i_segment = tl.load(tables + ROW_SEGMENT + i_packed_row, mask=m_row, other=-1)
+    o_d = tl.arange(0, D)
+    o_q = (i_row.to(tl.int64) * HEADS + i_head)[:, None] * D + o_d[None, :]
+    b_q = tl.load(q + o_q, mask=m_row[:, None], other=0.0)
 
     # Keys below `shared` are the same rows for every segment of this tile.
-    request_offset = tl.load(tables + KV_REQUEST + segment, mask=valid, other=0)
-    least, most = tl.min(tl.where(valid, request_offset, _FAR), 0), tl.max(tl.where(valid, request_offset, -_FAR), 0)
-    request_ends = tl.load(tables + QUESTION_FIRST + segment, mask=valid, other=_FAR)
-    shared = tl.where(least == most, tl.min(request_ends, 0) // W * W, 0)
-    first_segment = tl.min(tl.where(valid, segment, _FAR), 0)
-    last_segment = tl.max(segment, 0)
+    b_request = tl.load(tables + KV_REQUEST + i_segment, mask=m_row, other=0)
+    least, most = tl.min(tl.where(m_row, b_request, _FAR), 0), tl.max(tl.where(m_row, b_request, -_FAR), 0)
+    b_request_end = tl.load(tables + QUESTION_FIRST + i_segment, mask=m_row, other=_FAR)
+    shared = tl.where(least == most, tl.min(b_request_end, 0) // W * W, 0)
+    first_segment = tl.min(tl.where(m_row, i_segment, _FAR), 0)
+    last_segment = tl.max(i_segment, 0)
 
     # Weights wait one step for their values: a step adds the previous tile's product while it makes its own weights.
     SCALE: tl.constexpr = D**-0.5 * _LOG2_E
-    top = tl.full((M,), -3.0e38, tl.float32)  # finite, so that a row that has seen nothing yet needs no guard
-    total = tl.zeros((M,), tl.float32)
-    rescale = tl.full((M,), 1.0, tl.float32)
-    weights = tl.zeros((M, W), tl.float32)
-    acc = tl.zeros((M, D), tl.float32)
-    for s in range(first_segment, last_segment + 1):
-        start = tl.load(tables + START + s)
-        question_first = tl.load(tables + QUESTION_FIRST + s)
-        request = tl.load(tables + KV_REQUEST + s)
-        question = tl.load(tables + KV_QUESTION + s)
-        own = tl.load(tables + KV_OWN + s)
-        k_request = position_zero(k_cache, k, request, PITCH) + kv_head * D
-        k_question = position_zero(k_cache, k, question, PITCH) + kv_head * D
-        k_own = position_zero(k_cache, k, own, PITCH) + kv_head * D
-        v_request = position_zero(v_cache, v, request, PITCH) + kv_head * D
-        v_question = position_zero(v_cache, v, question, PITCH) + kv_head * D
-        v_own = position_zero(v_cache, v, own, PITCH) + kv_head * D
+    b_top = tl.full((M,), -3.0e38, tl.float32)  # finite, so that a row that has seen nothing yet needs no guard
+    b_total = tl.zeros((M,), tl.float32)
+    b_rescale = tl.full((M,), 1.0, tl.float32)
+    b_weights = tl.zeros((M, W), tl.float32)
+    b_acc = tl.zeros((M, D), tl.float32)
+    for i_s in range(first_segment, last_segment + 1):
+        start = tl.load(tables + START + i_s)
+        question_first = tl.load(tables + QUESTION_FIRST + i_s)
+        request = tl.load(tables + KV_REQUEST + i_s)
+        question = tl.load(tables + KV_QUESTION + i_s)
+        own = tl.load(tables + KV_OWN + i_s)
+        p_k_request = position_zero(k_cache, k, request, PITCH) + i_kv_head * D
+        p_k_question = position_zero(k_cache, k, question, PITCH) + i_kv_head * D
+        p_k_own = position_zero(k_cache, k, own, PITCH) + i_kv_head * D
+        p_v_request = position_zero(v_cache, v, request, PITCH) + i_kv_head * D
+        p_v_question = position_zero(v_cache, v, question, PITCH) + i_kv_head * D
+        p_v_own = position_zero(v_cache, v, own, PITCH) + i_kv_head * D
 
-        mine = segment == s
-        last_key = tl.where(mine, position, tl.where(valid, shared - 1, -1))
-        begin = tl.where(s == first_segment, 0, shared)
-        end = tl.max(tl.where(mine, position, -1), 0) + 1
+        m_mine = i_segment == i_s
+        i_last_key = tl.where(m_mine, i_position, tl.where(m_row, shared - 1, -1))
+        begin = tl.where(i_s == first_segment, 0, shared)
+        end = tl.max(tl.where(m_mine, i_position, -1), 0) + 1
         for at in tl.range(begin, end + W, W, num_stages=STAGES):
-            key = at + tl.arange(0, W)
-            b_k = load_path(key, key < end, start, question_first, k_request, k_question, k_own, PITCH, D)
-            scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+            i_key = at + tl.arange(0, W)
+            b_k = load_path(i_key, i_key < end, start, question_first, p_k_request, p_k_question, p_k_own, PITCH, D)
+            b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
 
-            before = key - W
-            loaded = (before >= begin) & (before < end)
-            b_v = load_path(before, loaded, start, question_first, v_request, v_question, v_own, PITCH, D)
-            acc = acc * rescale[:, None]
-            acc = tl.dot(weights.to(b_v.dtype), b_v, acc, input_precision="ieee")
+            i_before = i_key - W
+            m_before = (i_before >= begin) & (i_before < end)
+            b_v = load_path(i_before, m_before, start, question_first, p_v_request, p_v_question, p_v_own, PITCH, D)
+            b_acc = b_acc * b_rescale[:, None]
+            b_acc = tl.dot(b_weights.to(b_v.dtype), b_v, b_acc, input_precision="ieee")
 
-            scores = tl.where(key[None, :] <= last_key[:, None], scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1) * SCALE)
-            weights = tl.exp2(tl.fma(scores, SCALE, -new_top[:, None]))
-            rescale = tl.exp2(top - new_top)
-            total = total * rescale + tl.sum(weights, 1)
-            top = new_top
+            b_scores = tl.where(i_key[None, :] <= i_last_key[:, None], b_scores, float("-inf"))
+            b_new_top = tl.maximum(b_top, tl.max(b_scores, 1) * SCALE)
+            b_weights = tl.exp2(tl.fma(b_scores, SCALE, -b_new_top[:, None]))
+            b_rescale = tl.exp2(b_top - b_new_top)
+            b_total = b_total * b_rescale + tl.sum(b_weights, 1)
+            b_top = b_new_top
 
-    gate_offsets = row.to(tl.int64) * gate_pitch * _COLUMN_UNIT + (2 * head + 1) * D
-    gate = tl.load(q_proj + gate_offsets[:, None] + columns[None, :], mask=valid[:, None], other=0.0)
-    acc = acc * (1.0 / total)[:, None] * sigmoid(gate.to(tl.float32))
-    tl.store(out + q_offsets, acc.to(out.dtype.element_ty), mask=valid[:, None])
+    o_gate = i_row.to(tl.int64) * gate_pitch * _COLUMN_UNIT + (2 * i_head + 1) * D
+    b_gate = tl.load(q_proj + o_gate[:, None] + o_d[None, :], mask=m_row[:, None], other=0.0)
+    b_acc = b_acc * (1.0 / b_total)[:, None] * sigmoid(b_gate.to(tl.float32))
+    tl.store(out + o_q, b_acc.to(out.dtype.element_ty), mask=m_row[:, None])
 
 
 def shape_for(x: Tensor) -> ProgramShape:

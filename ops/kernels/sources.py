@@ -9,14 +9,14 @@ from ops.kernels.tables import PACKED
 
 
 @triton.jit
-def source_at(position, start, question_first, request, question, own):
+def source_at(i_position, start, question_first, request, question, own):
     """Of a segment's three sources the last that begins at or before each position."""
-    inherited = tl.where(position >= question_first, question, request)
-    return tl.where(position >= start, own, inherited)
+    inherited = tl.where(i_position >= question_first, question, request)
+    return tl.where(i_position >= start, own, inherited)
 
 
 @triton.jit
-def rows_at(row, packed, PACKED_PITCH: tl.constexpr, kept, KEPT_PITCH: tl.constexpr):
+def rows_at(i_row, p_packed, PACKED_PITCH: tl.constexpr, p_kept, KEPT_PITCH: tl.constexpr):
     """Pointers to virtual rows: of the pass, or of what a snapshot kept."""
-    in_pass = packed + (row - PACKED).to(tl.int64) * PACKED_PITCH
-    return tl.where(row >= PACKED, in_pass, kept + row.to(tl.int64) * KEPT_PITCH)
+    p_in_pass = p_packed + (i_row - PACKED).to(tl.int64) * PACKED_PITCH
+    return tl.where(i_row >= PACKED, p_in_pass, p_kept + i_row.to(tl.int64) * KEPT_PITCH)
