@@ -306,9 +306,12 @@ def _resolve_folder(name: str, value: str | None) -> str | None:
     if value is None:
         return None
     folder = expanded(name, value)
-    if not folder.is_dir():
-        beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
+    try:
+        if not folder.is_dir():
+            beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+            raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
+    except OSError as error:
+        raise ConfigError(f"{name}={value}: cannot be read: {error.strerror}") from None
     return str(folder)
 
 

@@ -15,6 +15,8 @@ FULL = "full_attention"
 _F32 = 4
 _TILE = 16  # every width is a multiple of this: rows stay 16-byte aligned and tiles whole
 
+_LARGEST_SIZE, _LARGEST_LAYERS, _LARGEST_FLOAT = 2**31, 1_024, 10**300
+
 Value = TypeVar("Value")
 
 
@@ -212,10 +214,12 @@ def _get(config: Mapping[str, Any], key: str, kind: type[Value], where: str = ""
     if key not in config:
         raise CheckpointError(f"{where}{key} is missing")
     value = config[key]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_FLOAT:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _unsupported(where + key, value, f"of type {kind.__name__}")
+    if isinstance(value, int) and abs(value) >= _LARGEST_SIZE:
+        raise _unsupported(where + key, value, f"below {_LARGEST_SIZE:,}")
     return value
 
 
@@ -268,6 +272,8 @@ def _read(config: Mapping[str, Any]) -> ModelDimensions:
 
 
 def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    if not 0 < layers <= _LARGEST_LAYERS:
+        raise _unsupported("num_hidden_layers", layers, f"from 1 to {_LARGEST_LAYERS:,}")
     if text.get("layer_types") is None:
         interval = _get(text, "full_attention_interval", int)
         if interval <= 0:

@@ -185,7 +185,7 @@ def read_settings(folder: Path) -> LoraSettings:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= 256:
         raise refuse("r", "a whole number from 1 to 256")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e300:
         raise refuse("lora_alpha", "a positive number")
     if config.get("bias", "none") != "none":
         raise refuse("bias", "'none'")
