@@ -26,8 +26,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig, nearest
-from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 
 EXAMPLE = "configs/requests/support_ticket.json"
 """The request that commands take when none is given."""

@@ -18,8 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.config import nearest
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, nearest
 from engine.load.dimensions import FULL, ModelDimensions
 from ops.tables import CONV_HISTORY
 
