@@ -141,14 +141,14 @@ def _chunk_rows(
     n: DeltaSizes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k|v and gates [64, ...] of the chunk at position `first` in float32; zeros where the segment has no row."""
-    q = torch.zeros(CHUNK, n.keys)
-    kv = torch.zeros(CHUNK, n.keys + n.values)
-    gate = torch.zeros(CHUNK, gates.shape[1])
+    q = gates.new_zeros(CHUNK, n.keys)
+    kv = gates.new_zeros(CHUNK, n.keys + n.values)
+    gate = gates.new_zeros(CHUNK, gates.shape[1])
     own_at = slice(own_first - first, own_first - first + own.stop - own.start)
     q[own_at] = qkv[own, : n.keys].float()
     kv[own_at] = qkv[own, n.keys :].float()
     gate[own_at] = gates[own]
-    before = torch.arange(first, own_first)
+    before = torch.arange(first, own_first, dtype=torch.int64, device=gates.device)
     spaces = (SEG_CHUNK_REQUEST, SEG_CHUNK_QUESTION, SEG_CHUNK_OWN)
     rows = torch.from_numpy(virtual_rows(before.numpy(), fields, *spaces))
     in_pass = rows >= PACKED
@@ -179,7 +179,7 @@ def _chunk(q: Tensor, kv: Tensor, gate: Tensor, state: Tensor, n: DeltaSizes) ->
     q = (heads(q, n.key_heads) * q_norm).repeat_interleave(group, 0)
     v = heads(kv[:, n.keys :], n.value_heads)
     total = log_decay.clamp(min=LEAST_LOG_DECAY).cumsum(1)
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=gate.device).triu(1)
     decay = (total - total.transpose(1, 2)).masked_fill(future, -torch.inf).exp()
     carried = total.exp()
     a = beta * torch.bmm(k, k.transpose(1, 2)) * decay  # its diagonal is not read

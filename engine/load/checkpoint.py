@@ -138,7 +138,8 @@ class Checkpoint:
 
     def _rows(self, place: str, token_ids: Sequence[int]) -> Tensor:
         rows = self._shards[self._files[place]].get_slice(place)
-        return torch.cat([rows[i : i + 1] for i in token_ids])
+        with torch.device("cpu"):  # a slice comes on the default device
+            return torch.cat([rows[i : i + 1] for i in token_ids])
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
