@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, nearest
 from engine.load.dimensions import FULL, ModelDimensions
-from ops.tables import CONV_HISTORY
+from ops.sizes import CONV_HISTORY
 
 Kind = Literal["linear", "embedding", "norm", "gated_norm", "conv", "a_log", "dt_bias"]
 
