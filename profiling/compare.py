@@ -26,7 +26,7 @@ from compare_options import CompareConfig
 from compare_report import report_of
 from gates import verdicts
 from manifest import workloads
-from measure import ROOT, environment
+from record import ROOT, environment
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

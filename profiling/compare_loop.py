@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import gates
 import torch
 from arms import Arm, Outcome, Questions, first_candidates, open_arm
-from cases import Ceilings
+from cases.gemm import gemm_only_cost, gemm_only_us, matrices_of
 from compare_forecast import ENOUGH_MS, Forecast
 from compare_journal import FEASIBILITY, OUT_OF_BUDGET, PASSES, RUN, Cell, Journal, Preparation, RequestFacts
 from compare_options import BASE, GEMM_ONLY_SETS, REFERENCE, SCALABLE_ARMS, CompareConfig
-from gemm_only import gemm_only_cost, gemm_only_us, matrices_of
-from measure import clocks
+from inputs import Ceilings
+from record import clocks
 from torch import Tensor
 
 from engine.engine import Engine

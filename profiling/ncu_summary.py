@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cases import print_table
+from record import print_table
 
 from engine.errors import ConfigError, ForkgraphError
 

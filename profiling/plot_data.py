@@ -222,20 +222,21 @@ def growth(run: Run) -> list[Panel]:
 
 
 def read_operators(path: Path) -> tuple[list[Bar], str]:
-    """The operators of `operators.py --out`, and what they were measured for and on; of several runs in one file the
-    last counts. Raises ConfigError for a file without any."""
+    """The records of `bench.py case=operators`, and what they were measured for and on; of several runs in one file
+    the last counts. Raises ConfigError for a file without any."""
     subject = ""
     bars: dict[str, Bar] = {}
     for position, text in enumerate(_text(path).splitlines(), 1):
         try:
             record = json.loads(text)
-            if record["kind"] == "operator" and record["samples_us"]:
+            if record.get("case", record.get("kind")) in ("operators", "operator") and record["samples_us"]:
                 bars[record["name"]] = _bar(record)
-                subject = f"{record['configuration']['heads']} head counts on {record['environment']['gpu']}"
+                how = record["configuration"]
+                subject = f"{how.get('model') or how['heads']} head counts on {record['environment']['gpu']}"
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{path}: line {position} is no record: {error!r}") from error
     if not bars:
-        raise ConfigError(f"{path}: no operator was measured in it; write it with operators.py --out")
+        raise ConfigError(f"{path}: no operator was measured in it; write it with bench.py case=operators out=FILE")
     return list(bars.values()), subject
 
 

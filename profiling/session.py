@@ -22,7 +22,7 @@ from typing import TextIO
 
 import torch
 from manifest import SETS, Workload, workloads
-from measure import environment
+from record import environment
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from engine.cli import config_text, run_command, write_whole
