@@ -6,6 +6,7 @@ Knows nothing of what a command does.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ from rich.console import Console
 
 from engine.config import EngineConfig, nearest
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
+from engine.help import command_help
+from engine.resources import CONFIGS
 
 EXAMPLE = "configs/requests/support_ticket.json"
 """The request that commands take when none is given."""
@@ -46,9 +49,13 @@ def run_command(name: str, config_class: type[Config], job: Callable[[Config], i
     `configs/NAME.yaml` is the root. What a user can mend is one line on standard error and code 2; a job's own code
     is passed on, the highest of them with `-m`; Ctrl-C gives 130. Anything else is a bug and keeps its traceback.
     """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        defined_in = [Path(inspect.getfile(c)) for c in config_class.__mro__ if dataclasses.is_dataclass(c)]
+        print(command_help(name, config_class.__name__, defined_in))
+        return 0
     codes: list[int] = []
 
-    @hydra.main(version_base=None, config_path="../configs", config_name=name)
+    @hydra.main(version_base=None, config_path=str(CONFIGS), config_name=name)
     def task(options: DictConfig) -> None:
         if HydraConfig.get().mode is RunMode.MULTIRUN:
             print(f"--- {' '.join(HydraConfig.get().overrides.task)}", file=sys.stderr)

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.prompt": ("engine.errors",),
     "engine.statistics": ("engine.errors",),
     "engine.options": (),
+    "engine.resources": (),
     "engine.config": ("engine.errors", "engine.options"),
     "engine.wire": ("engine.wire", *_BASE),
     "engine.load": ("engine.load", "engine.wire", "engine.errors", *_OPTIONS, "ops"),
