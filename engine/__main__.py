@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from engine import __version__
-from engine.config import nearest
+from engine.errors import nearest
 from engine.help import command_help, source_of, summary_of
 from engine.resources import CONFIGS
 

@@ -25,8 +25,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig, nearest
-from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 from engine.help import command_help
 from engine.overrides import keys, prepared, text_options
 from engine.resources import CONFIGS

@@ -15,8 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from engine.config import EngineConfig, nearest
-from engine.errors import ConfigError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, nearest
 from engine.resources import CONFIGS
 
 _FREE_FORM = tuple(

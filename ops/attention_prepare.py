@@ -143,7 +143,7 @@ def attention_prepare_reference(
     """Float64 norm and rotary of heads x [R, heads, d] at absolute `positions` [R]; nothing is rounded."""
     x = x.double()
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight.double())
-    frequencies = theta ** (-torch.arange(0, rot, 2, dtype=torch.float64) / rot)
+    frequencies = theta ** (-torch.arange(0, rot, 2, dtype=torch.float64, device=x.device) / rot)
     angles = (positions.double()[:, None] * frequencies)[:, None, :]
     x1, x2 = x[..., : rot // 2], x[..., rot // 2 : rot]
     cos, sin = angles.cos(), angles.sin()

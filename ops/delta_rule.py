@@ -10,7 +10,8 @@ at absolute multiples of 64. With the prefix sum G of g inside a chunk and D_ij 
     S    = exp(G_63) S + K^T (exp(G_63 - G) V')        after a complete chunk only
 
 A chunk that a segment's parent left open is computed again from its first row, whose keys, values and gates come from
-the parent's tail or packed rows; so the split of a path into segments changes no bit of any row.
+the parent's tail or packed rows; so the split of a path into segments changes no bit of any row. A log decay below
+LEAST_LOG_DECAY, -inf too, counts as that. A row of NaN reaches its own segment from its chunk on and what continues it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_at_most, check_separate, check_tables, check_tensor
 from ops.cpu import cpu_kernel
+from ops.sizes import LEAST_LOG_DECAY
 from ops.tables import (
     CHUNK,
     MAX_ROWS,
@@ -139,14 +141,14 @@ def _chunk_rows(
     n: DeltaSizes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k|v and gates [64, ...] of the chunk at position `first` in float32; zeros where the segment has no row."""
-    q = torch.zeros(CHUNK, n.keys)
-    kv = torch.zeros(CHUNK, n.keys + n.values)
-    gate = torch.zeros(CHUNK, gates.shape[1])
+    q = gates.new_zeros(CHUNK, n.keys)
+    kv = gates.new_zeros(CHUNK, n.keys + n.values)
+    gate = gates.new_zeros(CHUNK, gates.shape[1])
     own_at = slice(own_first - first, own_first - first + own.stop - own.start)
     q[own_at] = qkv[own, : n.keys].float()
     kv[own_at] = qkv[own, n.keys :].float()
     gate[own_at] = gates[own]
-    before = torch.arange(first, own_first)
+    before = torch.arange(first, own_first, dtype=torch.int64, device=gates.device)
     spaces = (SEG_CHUNK_REQUEST, SEG_CHUNK_QUESTION, SEG_CHUNK_OWN)
     rows = torch.from_numpy(virtual_rows(before.numpy(), fields, *spaces))
     in_pass = rows >= PACKED
@@ -176,8 +178,8 @@ def _chunk(q: Tensor, kv: Tensor, gate: Tensor, state: Tensor, n: DeltaSizes) ->
     k = (heads(kv[:, : n.keys], n.key_heads) * k_norm).repeat_interleave(group, 0)
     q = (heads(q, n.key_heads) * q_norm).repeat_interleave(group, 0)
     v = heads(kv[:, n.keys :], n.value_heads)
-    total = log_decay.cumsum(1)
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+    total = log_decay.clamp(min=LEAST_LOG_DECAY).cumsum(1)
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=gate.device).triu(1)
     decay = (total - total.transpose(1, 2)).masked_fill(future, -torch.inf).exp()
     carried = total.exp()
     a = beta * torch.bmm(k, k.transpose(1, 2)) * decay  # its diagonal is not read

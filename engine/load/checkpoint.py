@@ -18,8 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.config import nearest
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, nearest
 from engine.load.dimensions import FULL, ModelDimensions
 from ops.tables import CONV_HISTORY
 
@@ -103,9 +102,13 @@ class Checkpoint:
         return tuple(self._places)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as the file holds it (bfloat16 or float32), on the CPU, backed by the mapped file."""
+        """The tensor as the file holds it (bfloat16 or float32), on the CPU, backed by the mapped file.
+
+        Raises CheckpointError for an A_log or dt_bias that makes gates of NaN.
+        """
         place = self._places[name]
         tensor: Tensor = self._shards[self._files[place]].get_tensor(place)
+        check_gates(self.file_of(name), place, tensor)
         return tensor
 
     def file_of(self, name: str) -> Path:
@@ -135,7 +138,8 @@ class Checkpoint:
 
     def _rows(self, place: str, token_ids: Sequence[int]) -> Tensor:
         rows = self._shards[self._files[place]].get_slice(place)
-        return torch.cat([rows[i : i + 1] for i in token_ids])
+        with torch.device("cpu"):  # a slice comes on the default device
+            return torch.cat([rows[i : i + 1] for i in token_ids])
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -250,6 +254,19 @@ def check_tensor(file: str, name: str, found: Any, shape: list[int], *, wanted_b
         raise CheckpointError(f"{file}: {name} has shape {found.get_shape()}, {wanted_by} asks for {shape}")
     if found.get_dtype() not in DTYPES:
         raise CheckpointError(f"{file}: {name} is {found.get_dtype()}; convert it to BF16 or F32")
+
+
+def check_gates(file: Path, name: str, tensor: Tensor) -> None:
+    """`exp(A_log)` and `dt_bias` are finite in float32; any other `tensor` passes. Raises CheckpointError."""
+    if not name.endswith((".A_log", ".dt_bias")):
+        return
+    values = tensor.float()
+    bad = ~values.isfinite() | (name.endswith(".A_log") & ~values.exp().isfinite())
+    if bool(bad.any()):
+        raise CheckpointError(
+            f"{file}: {name} holds {float(values[bad][0]):g} at {int(bad.nonzero()[0, 0])}; its gates would be NaN: "
+            "A_log must be finite and at most 88.7, dt_bias finite; restore the file"
+        )
 
 
 class RandomWeights:

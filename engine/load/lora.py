@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import nearest
-from engine.errors import CheckpointError, shown
+from engine.errors import CheckpointError, nearest, shown
 from engine.load.checkpoint import check_tensor, expected_tensors, open_shard, read_json
 from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import LowRank

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ops import tables as t
 from ops.delta_rule import DeltaSizes
+from ops.sizes import LEAST_LOG_DECAY
 
 PREPARE_PROGRAMS = 396
 PREPARE_WARPS = 4
@@ -42,6 +43,7 @@ PRECISION = "tf32x3"
 
 _CHUNK = tl.constexpr(t.CHUNK)
 _PACKED = tl.constexpr(t.PACKED)
+_LEAST_LOG_DECAY = tl.constexpr(LEAST_LOG_DECAY)
 _CHUNKS = tl.constexpr(t.CHUNKS)
 _NUM_CHUNKS = tl.constexpr(t.NUM_CHUNKS)
 _NUM_SEGMENTS = tl.constexpr(t.NUM_SEGMENTS)
@@ -195,7 +197,9 @@ def prepare_kernel(
         for member in tl.static_range(GROUP):
             value_head = head * GROUP + member
             entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + value_head
-            b_total = tl.cumsum(tl.load(p_gates + value_head, mask=m_row, other=0.0), 0)
+            b_log_decay = tl.load(p_gates + value_head, mask=m_row, other=0.0)
+            b_log_decay = tl.where(b_log_decay < _LEAST_LOG_DECAY, _LEAST_LOG_DECAY, b_log_decay)  # NaN stays
+            b_total = tl.cumsum(b_log_decay, 0)
             b_last = tl.sum(tl.where(index == _CHUNK - 1, b_total, 0.0), 0)
             b_beta = tl.load(p_gates + VALUE_HEADS + value_head, mask=m_row, other=0.0)
             b_decay = b_total[:, None] - b_total[None, :]
