@@ -64,6 +64,15 @@ def test_d44_words_of_an_option_are_those_that_it_takes() -> None:
     assert words["request"] == ()
 
 
+@pytest.mark.parametrize(
+    ("config_class", "file"), [("CompareConfig", "comparison/options"), ("SessionConfig", "session")]
+)
+def test_d44_the_scripts_options_are_explained_too(config_class: str, file: str) -> None:
+    found = options_of(config_class, [ROOT / "profiling" / f"{file}.py", source_of("engine.config")])
+    assert {"seed", "progress" if file != "session" else "trace"} < {option.name for option in found}
+    assert [option.name for option in found if not option.text] == []
+
+
 def test_d44_an_option_without_a_docstring_is_found(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text('class C(EngineConfig):\n    a: int = 1\n    b: str = "x"\n    """Text\n    of b."""\n')
