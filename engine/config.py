@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import platformdirs
-import torch
 
 from engine import options
 from engine.errors import ConfigError, nearest, shown
 from engine.values import flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.options import (
         Capture,
         Dtype,
@@ -102,6 +103,7 @@ class EngineConfig:
     """
 
     model: Model = "tiny"
+    """Size of the backbone. `tiny` needs no weights; the others are Qwen3.5-4B, Qwen3.5-9B and Qwen3.8-27B."""
     checkpoint: str | None = None
     """Folder of a Hugging Face model, an Open-Jev package, its merged export or a Cua-S1 adapter, told apart by
     content; or `random` for weights made from `seed`. `tiny` makes its own when none is given."""
@@ -116,15 +118,23 @@ class EngineConfig:
     seed: int = 0
     """Decides random and tiny weights, nothing else."""
     device: str = "auto"
+    """`cpu`, `cuda` or `cuda:N`. `auto`: the first GPU where there is one."""
     dtype: Dtype = "auto"
     """Storage of weights and activations. `auto`: bfloat16, but float32 for `tiny` on a CPU."""
     split: Split = "exact"
+    """Where a shared prefix may end: at any token, or at multiples of 64. The bits are the same."""
     gemm: Gemm = "auto"
+    """How a projection is multiplied. `fixed`: one tile for any number of rows. `tuned`: the fastest with its bits on
+    this GPU. `default`: what the library picks, without the promise. `auto`: `tuned` on a GPU, else `fixed`."""
     schedule: Schedule = "auto"
+    """How a request becomes passes. `independent`: each candidate whole and alone. `batched`: whole, packed. `levels`:
+    prefix, questions, branches. `tree`: all unique rows at once. `auto`: the fastest, by rows. The bits are
+    the same."""
     pack: Pack = "all"
     """`one` runs branches one by one, to measure reuse alone."""
     graphs: Graphs = "auto"
-    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: replayed from CUDA graphs."""
+    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: replayed from CUDA graphs.
+    `auto`: `captured` on a GPU, else `eager`."""
     capture: Capture = "answer"
     """When a CUDA graph that was missing is captured. A device-wide synchronise anywhere in the process breaks a
     capture, and is broken by it. `answer`: before the answer is handed over. `load`: while loading alone. `idle`: when
@@ -177,8 +187,10 @@ class EngineConfig:
 
 
 def _device(device: str | torch.device) -> str:
-    if isinstance(device, torch.device):
-        device = str(device)
+    if not isinstance(device, str):
+        import torch  # seconds, and a command line has none of its devices
+
+        device = str(device) if isinstance(device, torch.device) else device
     if not isinstance(device, str):
         remedy = f"; use device='cuda:{device}'" if isinstance(device, int) and not isinstance(device, bool) else ""
         raise ConfigError(f"device={shown(device)} is not the name of a device{remedy}")
@@ -200,7 +212,7 @@ def _warmup(warmup: WarmUp) -> WarmUp:
 
 @dataclass(kw_only=True)
 class ScoreConfig(EngineConfig):
-    """`python -m engine.score`."""
+    """`forkgraph score`."""
 
     request: str | None = None
     """A .json request, a .jsonl file with one request per line, or `-` for one request on standard input."""
@@ -212,10 +224,12 @@ class ScoreConfig(EngineConfig):
 
 @dataclass(kw_only=True)
 class ExplainConfig(EngineConfig):
-    """`python -m engine.explain`."""
+    """`forkgraph explain`."""
 
     request: str | None = None
+    """A .json request, `-` for one on standard input, or `example:NAME`."""
     format: Format = "text"
+    """A drawing for reading, or all figures."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -343,6 +357,8 @@ def _resolve_graphs(graphs: Graphs, device: str) -> Graphs:
 def _resolve_device(device: str) -> str:
     if device == "cpu":
         return device
+    import torch
+
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return "cuda:0" if available else "cpu"

@@ -1,4 +1,4 @@
-"""`python -m engine.explain`: what a request would run, from a tokenizer and dimensions alone."""
+"""`forkgraph explain`: what a request would run, from a tokenizer and dimensions alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m engine.tune`: search the fastest products with the bits of `fixed`, for one model on this GPU."""
+"""`forkgraph tune`: search the fastest products with the bits of `fixed`, for one model on this GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from graphs.tuning.tuner import table_path, tune
 
 @dataclass(kw_only=True)
 class TuneConfig(EngineConfig):
-    """`python -m engine.tune`. Of the weights' options only their sizes matter."""
+    """`forkgraph tune`. Of the weights' options only their sizes matter."""
 
     out: str | None = None
     """File for everything known about this GPU, in the format of `configs/tuned/`."""

@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.prompt": ("engine.errors",),
     "engine.statistics": ("engine.errors",),
     "engine.options": (),
+    "engine.resources": (),
     "engine.values": ("engine.errors",),
     "engine.config": ("engine.errors", "engine.options", "engine.values"),
     "engine.wire": ("engine.wire", *_BASE),

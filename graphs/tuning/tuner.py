@@ -1,7 +1,7 @@
 """Tuned products of one model on one GPU: from what is known on disk to what `ops.linear_tuned` runs.
 
 An engine start never searches. What this machine has tested before is taken as it is; else the winners that ship for
-this GPU, or else the library's choices, are tested once and kept. `python -m engine.tune` searches.
+this GPU, or else the library's choices, are tested once and kept. `forkgraph tune` searches.
 """
 
 from __future__ import annotations
