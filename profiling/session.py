@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from measure import environment
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+from record import environment
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
 from workloads import workload_named
 
 from engine.cli import config_text, run_command, write_whole
@@ -114,12 +115,12 @@ def _capture_range(device: str) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
     try:
         yield
         torch.cuda.synchronize(device)
     finally:
-        torch.cuda.profiler.stop()
+        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

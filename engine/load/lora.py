@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import nearest
-from engine.errors import CheckpointError, shown
+from engine.errors import CheckpointError, nearest, shown
 from engine.load.checkpoint import check_tensor, expected_tensors, open_shard, read_json
 from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import LowRank
@@ -185,7 +184,7 @@ def read_settings(folder: Path) -> LoraSettings:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= 256:
         raise refuse("r", "a whole number from 1 to 256")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e300:
         raise refuse("lora_alpha", "a positive number")
     if config.get("bias", "none") != "none":
         raise refuse("bias", "'none'")

@@ -11,13 +11,15 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from engine.config import SPLITS, EngineConfig, dtype_bytes
 from engine.errors import CapacityError, shown
 from engine.load.dimensions import ModelDimensions
-from engine.plan.layout import Layout, Segment
+from engine.plan.layout import Layout, Segment, build_layout
 from engine.plan.memory import scratch_bytes
 from engine.plan.schedule import Limits, plan_passes
+from engine.prompt import Prompt
 from graphs.rungs import rung
-from graphs.times import PassTimes
+from graphs.times import PassTimes, measured
 from ops.sizes import crosses_border
 from ops.tables import MAX_ROWS
 
@@ -116,6 +118,23 @@ class ExplainReport:
         table.caption = "; ".join([f"weights {readable(self.weight_bytes)}", *times])
         table.caption_justify = "left"
         return table
+
+
+def explain_prompts(
+    questions: Sequence[Sequence[Prompt]],
+    config: EngineConfig,
+    dimensions: ModelDimensions,
+    names: Sequence[str],
+) -> ExplainReport:
+    """What a request of these candidates would run under each split, that of `config`, which is resolved, first."""
+    splits = sorted(SPLITS, key=lambda split: split != config.split)
+    return explain_report(
+        {split: build_layout(questions, split) for split in splits},
+        dimensions,
+        dtype_bytes(config.dtype),
+        question_names=names,
+        times=measured(config.model) if config.dtype == "bfloat16" else (),
+    )
 
 
 def explain_report(

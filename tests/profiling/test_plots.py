@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_panel_for_each_state_and_a_run_of_a_few_is_marked(folder: Path) -> None:
-    short, long = plots.Run(folder).by_candidates(FAMILIES["schedules"])
+    short, long = plots.panels(Journal(folder), FAMILIES["schedules"], along="candidates")
     assert (short.title, long.title) == ("state of about 256 tokens", "state of about 1,024 tokens")
     assert short.series == {
         "base": [(2, 10.5, False), (8, 10.5, False)],
@@ -58,15 +57,18 @@ def test_a_panel_for_each_state_and_a_run_of_a_few_is_marked(folder: Path) -> No
 
 
 def test_a_panel_for_each_number_of_candidates_over_the_shared_prefix(folder: Path) -> None:
-    two, eight = plots.Run(folder).by_state(FAMILIES["schedules"])
+    two, eight = plots.panels(Journal(folder), FAMILIES["schedules"], along="prefix")
     assert (two.title, eight.title) == ("2 candidates", "8 candidates")
     assert [x for x, *_ in eight.series["base"]] == [278, 1048]
 
 
-def test_growth_of_tokens_time_and_memory(folder: Path) -> None:
-    tokens, _, memory, *_ = plots.Run(folder).growth()
-    assert tokens.series["batched"] == [(2, 600, False), (8, 2400, True)]
-    assert memory.series["batched"] == [(2, 300, False)], "a run of a few says nothing about the memory of all"
+def test_growth_of_tokens_and_memory(folder: Path) -> None:
+    tokens, memory = (
+        plots.panels(Journal(folder), GROWING, along="candidates", y_label=label)[0].series["batched"]
+        for label in ("tokens processed", "peak memory above weights, MiB")
+    )
+    assert tokens == [(2, 600, False), (8, 2400, True)]
+    assert [y for _, y, _ in memory] == [300], "a run of a few says nothing about the memory of all"
 
 
 def test_every_arm_has_a_plot_and_can_be_told_apart() -> None:
@@ -77,53 +79,18 @@ def test_every_arm_has_a_plot_and_can_be_told_apart() -> None:
         assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(arms)
 
 
-def record(name: str, us: float, peer: str | None = "copy", peer_us: tuple[float, ...] = (5.0,), **more: Any) -> str:
-    configuration = {"heads": "9b", "peer_samples_us": list(peer_us)}
-    made = {"kind": "operator", "name": name, "samples_us": [us, us, 99.0], "peer": peer, "floor_us": 1.0}
-    return json.dumps({**made, "configuration": configuration, "environment": {"gpu": "NVIDIA H200"}, **more}) + "\n"
-
-
-@pytest.fixture
-def operators(tmp_path: Path) -> Path:
-    path = tmp_path / "operators.jsonl"
-    path.write_text(
-        record("delta_rule/320", 30, "flash-linear-attention")
-        + record("silu_mul/3,136", 57)
-        + record("linear_fixed/gate, up 64", 60, "F.linear")
-        + record("delta_rule/255 x 34 behind 3,093", 700, "flash-linear-attention", ())
-        + record("silu_mul/3,136", 56)
-        + record("failed/64", 1, samples_us=[])
-    )
-    return path
-
-
-def test_bars_are_grouped_and_the_last_run_counts(operators: Path) -> None:
-    bars, subject = plots.read_operators(operators)
-    assert subject == "9b head counts on NVIDIA H200"
-    assert [(bar.group, bar.label, bar.us, bar.peer_us) for bar in bars] == [
-        ("delta_rule", "320 rows", 30, 5.0),
-        ("row operators, 3,136 rows", "silu_mul", 56, 5.0),
-        ("linear_fixed, 64 rows", "gate, up", 60, 5.0),
-        ("delta_rule", "255 x 34 behind 3,093", 700, None),
-    ]
-
-
-def test_svg_of_each_and_the_same_data_give_the_same_bytes(folder: Path, operators: Path, tmp_path: Path) -> None:
-    assert plots.main([str(folder), "--operators", str(operators)]) == 0
-    stems = ["growth", "latency-candidates-schedules", "latency-state-schedules", "operators"]
-    assert sorted((folder / "plots").iterdir()) == [folder / "plots" / f"{stem}.svg" for stem in stems]
-    for path in plots.plot(folder, operators, tmp_path / "again"):
+def test_the_same_data_give_the_same_svg(folder: Path, tmp_path: Path) -> None:
+    assert plots.main([str(folder), str(tmp_path / "a")]) == 0
+    written = plots.plot(folder, tmp_path / "b")
+    assert sorted(path.name for path in written) == sorted(path.name for path in (tmp_path / "a").iterdir())
+    for path in written:
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
-        assert path.read_bytes() == (folder / "plots" / path.name).read_bytes()
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
 
 
-def test_other_folders_and_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plots.main([str(tmp_path)]) == 2
     assert "run.json: not of a comparison" in capsys.readouterr().err
     Journal.begun(tmp_path / "out", DESCRIBED)
     with pytest.raises(ConfigError, match="no request of M1 was measured"):
-        plots.Run(tmp_path / "out")
-    for text in ("{}\n", "no\n", '{"kind": "forward"}\n', ""):
-        (tmp_path / "records.jsonl").write_text(text)
-        with pytest.raises(ConfigError, match=r"holds no records|no operator was measured"):
-            plots.read_operators(tmp_path / "records.jsonl")
+        plots.plot(tmp_path / "out", tmp_path / "to")
