@@ -30,9 +30,6 @@ from ops.tables import MAX_ROWS
 
 CAPTURE_LIMIT = 2 << 30
 HANDLES: dict[str, Linear] = {"default": linear_default, "fixed": linear_fixed, "tuned": linear_tuned}
-BATCHED_PASSES = 4
-"""About as many full passes as `batched` runs of a large workload."""
-
 Questions = list[list[Prompt]]
 
 
@@ -70,8 +67,8 @@ class Workload:
         """Of how many candidates `schedule` is measured."""
         if schedule == "independent":
             return min(self.candidates, few)
-        if schedule == "batched":
-            return min(self.candidates, max(few, BATCHED_PASSES * MAX_ROWS // (self.prefix + self.length)))
+        if schedule == "batched":  # about a full pass
+            return min(self.candidates, max(few, MAX_ROWS // (self.prefix + self.length)))
         return self.candidates
 
 

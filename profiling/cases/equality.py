@@ -180,9 +180,9 @@ def measure(config: BenchConfig) -> Iterator[Record]:
             requests["random"] = list(random_layouts(dimensions.vocab_size, config.random))
         depths = {}
         for name in requests:
-            some = replace(dimensions, layer_types=dimensions.layer_types[: layers[name]])
+            # The dimensions stay those of all layers, so that a layer compiled for one set serves the other.
             weights = replace(engine.weights, layers=engine.weights.layers[: layers[name]])
-            *made, alone = (executor_of(weights, some, gemm, graphs) for gemm, graphs in (*handles, handles[-1]))
+            *made, alone = (executor_of(weights, dimensions, *handle) for handle in (*handles, handles[-1]))
             executors = dict(zip(handles, made, strict=True))
             depths[name] = Depth(alone=alone, executors=executors, cells=cells_of(name, handles, config.schedule))
         tasks = [(depths[name], questions) for name in requests for questions in requests[name]]

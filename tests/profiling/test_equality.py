@@ -82,7 +82,7 @@ def test_a_product_that_knows_the_number_of_rows_is_seen() -> None:
 
 
 def test_the_case_runs_on_the_tiny_model_and_fails_with_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = BenchConfig(device="cpu", cache_dir=cache_dir().name, random=1)
+    config = BenchConfig(device="cpu", cache_dir=cache_dir().name, random=1, layers=3)
     monkeypatch.setattr(equality, "matrix", lambda vocabulary: [equality.tree_of(2, 65, (1, 5), vocabulary)])
     assert [r.failed for r in equality.measure(config)] == [""] * 10
     monkeypatch.setitem(forwards.HANDLES, "fixed", depends_on_rows)
