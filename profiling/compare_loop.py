@@ -19,7 +19,7 @@ from cases.gemm import gemm_only_cost, gemm_only_us, matrices_of
 from compare_forecast import ENOUGH_MS, Forecast
 from compare_journal import FEASIBILITY, OUT_OF_BUDGET, PASSES, RUN, Cell, Journal, Preparation, RequestFacts
 from compare_options import BASE, GEMM_ONLY_SETS, REFERENCE, SCALABLE_ARMS, CompareConfig
-from inputs import Ceilings
+from floors import Ceilings
 from record import clocks
 from torch import Tensor
 

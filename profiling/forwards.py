@@ -55,8 +55,13 @@ class Workload:
         return f"{self.prefix}+{self.candidates}x{self.length}" if self.prefix else str(self.length)
 
     @property
+    def own_rows(self) -> int:
+        """Of all candidates, the prefix not counted."""
+        return self.candidates * self.length
+
+    @property
     def unique_rows(self) -> int:
-        return self.prefix + self.candidates * self.length
+        return self.prefix + self.own_rows
 
     def prompts(self, vocabulary: int) -> list[Prompt]:
         rng = np.random.default_rng(self.prefix + self.length)

@@ -117,9 +117,10 @@ def of_workload(engine: Engine, w: Workload, schedules: Sequence[Schedule], conf
                 try:
                     ways.append(opened(engine, some, schedule, through, stack))
                 except Exception as error:
-                    record = begun(w, schedule, through, config) | {"not_run": one_line(error)}
-                    failed = "" if isinstance(error, CapacityError) else one_line(error)
-                    yield Record(case="forward", name=name_of(record), configuration=record, failed=failed)
+                    record = record_named(w, schedule, through, config)
+                    record.configuration["not_run"] = one_line(error)
+                    record.failed = "" if isinstance(error, CapacityError) else one_line(error)
+                    yield record
         replays |= {f"{way.schedule} {way.through}": by_the_clock(way.run) for way in ways}
         times = in_turns(replays, samples=config.samples, seconds=ENOUGH_S)
         yardstick = median(times[YARDSTICK]) if YARDSTICK in times else None
@@ -129,28 +130,24 @@ def of_workload(engine: Engine, w: Workload, schedules: Sequence[Schedule], conf
             yield record_of(engine, w, way, times[f"{way.schedule} {way.through}"], equal, yardstick, config)
 
 
-def begun(w: Workload, schedule: Schedule, through: str, config: BenchConfig) -> dict[str, Any]:
-    what = {"model": config.model, "checkpoint": config.checkpoint or RANDOM, "workload": w.name}
-    return what | {"schedule": schedule, "through": through}
-
-
-def name_of(configuration: dict[str, Any]) -> str:
-    return "/".join(configuration[key] for key in ("model", "workload", "schedule", "through"))
+def record_named(w: Workload, schedule: Schedule, through: str, config: BenchConfig) -> Record:
+    what = {"model": config.model, "workload": w.name, "schedule": schedule, "through": through}
+    configuration: dict[str, Any] = what | {"checkpoint": config.checkpoint or RANDOM}
+    return Record(case="forward", name="/".join(what.values()), configuration=configuration)
 
 
 def record_of(
     engine: Engine, w: Workload, way: Way, samples: list[float], equal: int, yardstick: float | None,
     config: BenchConfig,
 ) -> Record:  # fmt: skip
-    candidates = len(way.hidden)
-    whole_us = median(samples) * w.candidates / candidates
-    configuration = begun(w, way.schedule, way.through, config) | {
+    record, candidates = record_named(w, way.schedule, way.through, config), len(way.hidden)
+    record.samples_us, whole_us = samples, median(samples) * w.candidates / candidates
+    record.configuration |= {
         "candidates": w.candidates, "candidates_run": candidates, "whole_us": whole_us, "rows": way.counters.rows,
         "passes": way.counters.passes, "unique_rows": w.unique_rows, "equal": equal, "gemm_only_us": yardstick,
         "peak_bytes_above_weights": way.peak_bytes, "ceilings": vars(config.ceilings),
         **{name: getattr(engine.config, name) for name in ("gemm", "graphs", "split", "dtype")},
     }  # fmt: skip
-    record = Record(case="forward", name=name_of(configuration), samples_us=samples, configuration=configuration)
     if yardstick is not None:
         record.peer, record.ratio = "gemm/default", whole_us / yardstick
         record.floor_us = config.ceilings.floor_us(gemm_only_cost(engine.dimensions, w.unique_rows))

@@ -12,6 +12,7 @@ from bench_options import BenchConfig
 from cases import equality
 from cases.equality import Depth
 
+from engine.config import EngineConfig
 from engine.errors import ConfigError, InferenceError
 from engine.plan.layout import build_layout
 from engine.run.executor import Executor
@@ -108,12 +109,13 @@ def test_what_was_done_before_it_ended_is_counted(error: BaseException, monkeypa
 
 
 def test_options_narrow_what_is_compared() -> None:
-    pairs = equality.handles_of(BenchConfig(), cuda=True)
-    assert set(pairs) == {(g, k) for g in ("fixed", "tuned") for k in ("eager", "compiled", "captured")} - {
-        ("fixed", "compiled")
-    }
+    gpu = EngineConfig(device="cuda:0", gemm="tuned")
+    pairs = equality.handles_of(BenchConfig(), gpu)
+    every = {(g, k) for g in ("fixed", "tuned") for k in ("eager", "compiled", "captured")}
+    assert set(pairs) == every - {("fixed", "compiled")}
     assert pairs[-1] == ("tuned", "captured")
-    assert equality.handles_of(BenchConfig(gemm="fixed", graphs="compiled"), cuda=True) == [("fixed", "compiled")]
+    assert equality.handles_of(BenchConfig(gemm="fixed", graphs="compiled"), gpu) == [("fixed", "compiled")]
+    assert equality.handles_of(BenchConfig(), EngineConfig(device="cpu", gemm="fixed")) == [("fixed", "eager")]
     assert {c.schedule for c in equality.cells_of("matrix", pairs, "tree")} == {"tree"}
     with pytest.raises(ConfigError, match="promises no equal bits"):
-        equality.handles_of(BenchConfig(gemm="default"), cuda=True)
+        equality.handles_of(BenchConfig(gemm="default"), gpu)
