@@ -12,8 +12,8 @@ from cases import CASES
 from floors import OPERATORS, Ceilings
 from forwards import Workload
 
-from engine.config import EngineConfig, nearest
-from engine.errors import ConfigError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, nearest
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import torch
 from forwards import Workload
 
 from engine.load.dimensions import ModelDimensions
-from ops.tables import CHUNK
+from ops.sizes import CHUNK
 
 DTYPE = torch.bfloat16
 _BYTES, _F32 = DTYPE.itemsize, 4

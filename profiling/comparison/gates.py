@@ -16,10 +16,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from compare_journal import FEASIBILITY, Cell, Difference, RequestFacts
-from compare_options import BASE, EXACT_ARMS, PLAIN, REFERENCE, GatesConfig
 from torch import Tensor
 
+from comparison.journal import Cell, Difference, RequestFacts
+from comparison.options import BASE, EXACT_ARMS, PLAIN, REFERENCE, GatesConfig
 from engine.wire.answers import Answer, ChoiceAnswer, Head, NoulAnswer, answer_request, scalar_scores
 from engine.wire.requests import Request
 
@@ -30,16 +30,14 @@ COMPARED = (
     (PLAIN, "transformers/fla/one"),
 )
 """Pairs of arms whose answers are compared: ours with today's forward, and how far two references are apart."""
-
-IDENTITY, SPEEDUP, M4 = "identity", "speed-up", "M4"
-Outcome = Literal["passed", "failed", "not evaluated"]
+_NONE = "the run holds no request of this kind"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Verdict:
     gate: str
     subject: str
-    outcome: Outcome
+    outcome: Literal["passed", "failed", "not evaluated"]
     detail: str
 
 
@@ -69,11 +67,12 @@ def identity(cells: Iterable[Cell]) -> list[Verdict]:
                 unsound[cell.arm].append(f"{where}: {len(cell.bits) - same} of {len(cell.bits)} differ")
     verdicts = []
     for arm in [name for name in EXACT_ARMS if any(cell.arm == name for cell in cells)]:
-        outcome: Outcome = "failed" if unsound[arm] else "passed" if compared[arm] else "not evaluated"
         detail = f"{equal[arm]:,} of {compared[arm]:,} candidates equal"
-        if unsound[arm]:
-            detail += f"; {unsound[arm][0]}" + (f", and {len(unsound[arm]) - 1} more" if len(unsound[arm]) > 1 else "")
-        verdicts.append(Verdict(gate=IDENTITY, subject=arm, outcome=outcome, detail=detail))
+        if wrong := unsound[arm]:
+            detail += f"; {wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+        outcome: Literal["failed", "passed", "not evaluated"]
+        outcome = "failed" if wrong else "passed" if compared[arm] else "not evaluated"
+        verdicts.append(Verdict("identity", arm, outcome, detail))
     return verdicts
 
 
@@ -85,46 +84,49 @@ def speedup(facts: RequestFacts, cells: Iterable[Cell], limits: GatesConfig) -> 
     cells = [cell for cell in cells if cell.request == facts.request]
     base, alone = mean_ms(cells, BASE), mean_ms(cells, REFERENCE)
     if base is None or alone is None:
-        return Verdict(gate=SPEEDUP, subject=facts.request, outcome="not evaluated", detail="no measured pass of both")
-    times = alone / base
-    return Verdict(
-        gate=SPEEDUP,
-        subject=facts.request,
-        outcome="passed" if times >= limits.speedup else "failed",
-        detail=f"{times:.2f} times ({base:,.2f} ms against {alone:,.2f} ms)",
-    )
+        return Verdict("speed-up", facts.request, "not evaluated", "no measured pass of both")
+    detail = f"{alone / base:.2f} times ({base:,.2f} ms against {alone:,.2f} ms)"
+    return Verdict("speed-up", facts.request, "passed" if alone / base >= limits.speedup else "failed", detail)
 
 
 def m4_slower(requests: Sequence[str], cells: Iterable[Cell], limits: GatesConfig) -> Verdict | None:
     """Mean latency of the base over the M4 `requests` against `independent`; None where there are none."""
     if not requests:
         return None
-    by_request = defaultdict[str, list[Cell]](list)
-    for cell in cells:
-        by_request[cell.request].append(cell)
-    pairs = [(mean_ms(by_request[name], BASE), mean_ms(by_request[name], REFERENCE)) for name in requests]
+    of = by_request(cells)
+    pairs = [(mean_ms(of[name], BASE), mean_ms(of[name], REFERENCE)) for name in requests]
     both = [(base, alone) for base, alone in pairs if base is not None and alone is not None]
     if len(both) < len(requests):
         detail = f"{len(both)} of {len(requests)} requests have a measured pass of both"
-        return Verdict(gate=M4, subject="m4", outcome="not evaluated", detail=detail)
+        return Verdict("M4", "m4", "not evaluated", detail)
     base, alone = (statistics.mean(times) for times in zip(*both, strict=True))
-    return Verdict(
-        gate=M4,
-        subject="m4",
-        outcome="passed" if base <= alone * (1 + limits.m4_slower) else "failed",
-        detail=f"{base / alone - 1:+.1%} ({base:,.2f} ms against {alone:,.2f} ms, {len(both)} requests)",
-    )
+    detail = f"{base / alone - 1:+.1%} ({base:,.2f} ms against {alone:,.2f} ms, {len(both)} requests)"
+    return Verdict("M4", "m4", "passed" if base <= alone * (1 + limits.m4_slower) else "failed", detail)
 
 
-def pass_means(cells: Iterable[Cell], arm: str) -> list[float]:
-    """Mean milliseconds of `arm` for all candidates, one for each measured pass it ran in. Cells of one request."""
-    measured = (cell for cell in cells if cell.arm == arm and cell.ran and cell.pass_number != FEASIBILITY)
-    return [statistics.mean(cell.whole_ms) for cell in measured]
+def verdicts(requests: Iterable[RequestFacts], cells: Iterable[Cell], limits: GatesConfig) -> list[Verdict]:
+    """Every gate on everything measured so far. A gate that nothing was measured for is there too, not evaluated."""
+    requests, cells = list(requests), list(cells)
+    of = by_request(cells)
+    speedups = [found for facts in requests if (found := speedup(facts, of[facts.request], limits))]
+    m4 = m4_slower([facts.request for facts in requests if facts.set == "m4"], cells, limits)
+    return [
+        *identity(cells),
+        *(speedups or [Verdict("speed-up", "m1", "not evaluated", _NONE)]),
+        m4 or Verdict("M4", "m4", "not evaluated", _NONE),
+    ]
+
+
+def by_request(cells: Iterable[Cell]) -> defaultdict[str, list[Cell]]:
+    found = defaultdict[str, list[Cell]](list)
+    for cell in cells:
+        found[cell.request].append(cell)
+    return found
 
 
 def mean_ms(cells: Iterable[Cell], arm: str) -> float | None:
-    """Mean of the pass means; None without a measured pass."""
-    means = pass_means(cells, arm)
+    """Mean of the measured passes' means of `arm` for all candidates; None without one. Cells of one request."""
+    means = [statistics.mean(cell.whole_ms) for cell in cells if cell.arm == arm and cell.measured]
     return statistics.mean(means) if means else None
 
 
@@ -142,9 +144,8 @@ def difference(
     a, b = (states[name][:n].float().numpy() for name in pair)
     scores_a, scores_b = scalar_scores(a, head), scalar_scores(b, head)
     whole = _answered_by(request, n)
-    m = whole.num_candidates if whole else 0
     answers_a, answers_b = (
-        list(answer_request(whole, scores[:m], head.temperature).values()) if whole else []
+        list(answer_request(whole, scores[: whole.num_candidates], head.temperature).values()) if whole else []
         for scores in (scores_a, scores_b)
     )
     apart = [
@@ -153,14 +154,13 @@ def difference(
         for p, q in zip(probabilities(x), probabilities(y), strict=True)
     ]
     distance = np.linalg.norm(a.astype(np.float64) - b, axis=1) / np.linalg.norm(b.astype(np.float64), axis=1)
-    equal = sum(decision(x) == decision(y) for x, y in zip(answers_a, answers_b, strict=True))
     return Difference(
         request=facts.request,
         set=facts.set,
         arm=pair[0],
         other=pair[1],
         decisions=len(answers_a),
-        decisions_equal=equal,
+        decisions_equal=sum(decision(x) == decision(y) for x, y in zip(answers_a, answers_b, strict=True)),
         probabilities=len(apart),
         probabilities_close=sum(p <= close for p in apart),
         probability=max(apart, default=0.0),
@@ -192,18 +192,3 @@ def decision(answer: Answer) -> bool | str:
 
 def probabilities(answer: Answer) -> list[float]:
     return [answer.noul] if isinstance(answer, NoulAnswer) else list(answer.probabilities.values())
-
-
-def verdicts(requests: Sequence[RequestFacts], cells: Sequence[Cell], limits: GatesConfig) -> list[Verdict]:
-    """Every gate on everything measured so far. A gate that nothing was measured for is there too, not evaluated."""
-    by_request = defaultdict[str, list[Cell]](list)
-    for cell in cells:
-        by_request[cell.request].append(cell)
-    speedups = [verdict for facts in requests if (verdict := speedup(facts, by_request[facts.request], limits))]
-    m4 = m4_slower([facts.request for facts in requests if facts.set == "m4"], cells, limits)
-    none = "the run holds no request of this kind"
-    return [
-        *identity(cells),
-        *(speedups or [Verdict(gate=SPEEDUP, subject="m1", outcome="not evaluated", detail=none)]),
-        m4 or Verdict(gate=M4, subject="m4", outcome="not evaluated", detail=none),
-    ]

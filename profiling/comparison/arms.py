@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
 
 import torch
-from compare_options import ENGINE_ARMS
 from torch import Tensor
 
+from comparison.options import ENGINE_ARMS
 from engine.engine import Engine
-from engine.plan.layout import build_layout, independent_layout
+from engine.plan.layout import build_layout
 from engine.prompt import Prompt
 
 Questions = Sequence[Sequence[Prompt]]
@@ -34,33 +33,16 @@ class Outcome:
     planned: dict[str, int] = field(default_factory=dict)
 
 
-class Arm(Protocol):
-    name: str
-    held_bytes: int
-    """What it keeps on the device between forwards, as measured so far; the weights are not its own."""
-
-    def warm_up(self, questions: Questions) -> None:
-        """Compile and load what any request needs, by answering a small one."""
-
-    def forward(self, questions: Questions) -> Outcome: ...
-
-    def settle(self) -> float:
-        """Wait for what was queued behind the last forward; the seconds of all captures since the last call."""
-
-    def close(self) -> None: ...
-
-
 class EngineArm:
     """An engine over the weights of another, with some run options changed."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         """Raises ConfigError for options that cannot run here."""
-        self.name, self.held_bytes = name, 0
+        self.name = name
+        self.held_bytes = 0
+        """What it keeps on the device between forwards, as measured so far; the weights are not its own."""
         self.engine = engine.like(**ENGINE_ARMS[name])
         self._captures: dict[tuple[int, int], float] = {}
-
-    def warm_up(self, questions: Questions) -> None:
-        self.engine.warm_up()
 
     def forward(self, questions: Questions) -> Outcome:
         done = self.engine.forward(questions)
@@ -69,6 +51,7 @@ class EngineArm:
         return Outcome(hidden=hidden, rows=done.counters.rows, passes=done.counters.passes, planned=planned)
 
     def settle(self) -> float:
+        """Wait for captures behind the last forward; the seconds of all captures since the last call."""
         if self.engine.config.graphs != "captured":
             return 0.0
         self.engine.settle()
@@ -81,7 +64,7 @@ class EngineArm:
 
 
 class PeerArm:
-    """Transformers over the engine's weights."""
+    """Transformers over the engine's weights, with an `EngineArm`'s methods."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         """Raises ConfigError for a path or way that cannot run here."""
@@ -92,12 +75,12 @@ class PeerArm:
         self.peer = Peer(engine.weights, engine.dimensions, path=path, way=self._way)
         self._captured = 0.0
 
-    def warm_up(self, questions: Questions) -> None:
-        self.peer.forward(questions)
-
     def forward(self, questions: Questions) -> Outcome:
         hidden = self.peer.forward(questions)
-        rows = rows_of(questions, shared=self._way == "forked")
+        rows = sum(len(prompt) for prompts in questions for prompt in prompts)
+        if self._way == "forked":
+            together = [prompt for prompts in questions for prompt in prompts]
+            rows = build_layout([together], "exact").unique_rows
         return Outcome(hidden=hidden, rows={"peer": rows})
 
     def settle(self) -> float:
@@ -109,15 +92,11 @@ class PeerArm:
         self.peer.close()
 
 
+Arm = EngineArm | PeerArm
+
+
 def open_arm(name: str, engine: Engine) -> Arm:
     return EngineArm(name, engine) if name in ENGINE_ARMS else PeerArm(name, engine)
-
-
-def rows_of(questions: Questions, *, shared: bool) -> int:
-    """Rows of all prompts: whole, or with the prefix that all of them share read once."""
-    if not shared:
-        return independent_layout(questions).full_rows
-    return build_layout(questions, "exact", question_prefixes=False).unique_rows
 
 
 def first_candidates(questions: Questions, most: int | None) -> list[list[Prompt]]:

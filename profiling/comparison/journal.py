@@ -5,32 +5,36 @@ A line is appended when it is complete and never changed, so that a run that was
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from engine.cli import write_whole
 from engine.errors import ConfigError, shown
 
-SCHEMA = 1
 FEASIBILITY, PASSES = 0, (0, 1, 2)
 """Pass 0 shows that an arm can run, compiles and captures; its times enter no mean. The others are measured."""
-RUN = "run"
+RUN, OUT_OF_BUDGET = "run", "not run: budget"
 """Status of a cell that was measured; any other says why it was not."""
-OUT_OF_BUDGET = "not run: budget"
 
 # What may differ between two starts of one run.
-_FREE = ("configuration.out", "configuration.progress", "environment.git_dirty")
+_FREE = ("configuration.out", "configuration.progress", "environment.git_dirty", "begun")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell:
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+
+class Cell(_Line):
     """One arm on one request in one pass. Times in milliseconds, of the candidates run."""
 
+    kind: Literal["cell"] = "cell"
     pass_number: int
     request: str
     sha256: str
@@ -40,21 +44,21 @@ class Cell:
     candidates_run: int
     logical_tokens: int
     """Of the candidates run, each prompt whole."""
-    samples_ms: list[float] = field(default_factory=list)
+    samples_ms: list[float] = []
     retaken: int = 0
     """Forwards left out of the samples because graphs were captured for them."""
     capture_seconds: float = 0.0
     seconds: float = 0.0
     """What the cell took of the budget."""
-    rows: dict[str, int] = field(default_factory=dict)
-    passes: dict[str, int] = field(default_factory=dict)
-    planned_bytes: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int] = {}
+    passes: dict[str, int] = {}
+    planned_bytes: dict[str, int] = {}
     peak_bytes: int | None = None
     """The most the allocator held for this arm above the weights; None on a CPU."""
-    bits: list[str] = field(default_factory=list)
+    bits: list[str] = []
     """A digest of each candidate's hidden state; equal digests are equal bits."""
     finite: bool = True
-    clocks: dict[str, str] = field(default_factory=dict)
+    clocks: dict[str, str] = {}
 
     @property
     def key(self) -> tuple[int, str, str]:
@@ -69,15 +73,19 @@ class Cell:
         return self.status == RUN
 
     @property
+    def measured(self) -> bool:
+        return self.ran and self.pass_number != FEASIBILITY
+
+    @property
     def whole_ms(self) -> list[float]:
         """Samples for all candidates, from the share of them that was run."""
         return [ms * self.candidates / self.candidates_run for ms in self.samples_ms]
 
 
-@dataclass(frozen=True, kw_only=True)
-class RequestFacts:
+class RequestFacts(_Line):
     """What holds for a request whatever the arm."""
 
+    kind: Literal["request"] = "request"
     request: str
     set: str
     sha256: str
@@ -92,22 +100,22 @@ class RequestFacts:
     roofline_us: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
+class Preparation(_Line):
     """What an arm took before its first request, or why it is not run."""
 
+    kind: Literal["preparation"] = "preparation"
     arm: str
     status: str
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(_Line):
     """Answers of `arm` beside those of `other`: over the candidates that both ran, probabilities over whole questions.
 
     `hidden` is the relative L2 distance of each candidate's hidden state, `head` the largest distance of the scalars.
     """
 
+    kind: Literal["difference"] = "difference"
     request: str
     set: str
     arm: str
@@ -123,43 +131,63 @@ class Difference:
 
 
 Line = Cell | RequestFacts | Preparation | Difference
-_KINDS: dict[str, type[Line]] = {
-    "cell": Cell, "request": RequestFacts, "preparation": Preparation, "difference": Difference,
-}  # fmt: skip
+_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 
 
 class Journal:
     """Lines of one run, in the order they were written; of preparations the latest one of each arm counts."""
 
-    def __init__(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Begin a run in `folder`, or go on with one of the same `description`; a last line cut off is removed.
+    def __init__(self, folder: Path) -> None:
+        """Reads what `folder` holds, compressed or not; a last line that was cut off is passed over.
 
-        Raises ConfigError for a run of another description, naming what differs, and for a file that is none of ours.
+        Raises ConfigError for lines that are none of ours.
         """
-        self.folder, self.cells = folder, dict[tuple[int, str, str], Cell]()
+        self.folder, self.path = folder, folder / "cells.jsonl"
+        self.cells: dict[tuple[int, str, str], Cell] = {}
         self.requests: dict[str, RequestFacts] = {}
         self.preparations: dict[str, Preparation] = {}
         self.differences: dict[tuple[str, str, str], Difference] = {}
         self.earlier_seconds = 0.0
         """What cells and preparations of earlier starts took."""
+        content, packed = b"", self.path.with_suffix(".jsonl.gz")
+        if self.path.exists():
+            content = self.path.read_bytes()
+        elif packed.exists():
+            content = gzip.decompress(packed.read_bytes())
+        self.complete = content.rfind(b"\n") + 1
+        for position, text in enumerate(content[: self.complete].splitlines(), 1):
+            try:
+                line = _LINE.validate_json(text)
+            except ValidationError:
+                raise ConfigError(f"{self.path}: line {position} is not of this command; name another out=") from None
+            self._keep(line)
+            self.earlier_seconds += getattr(line, "seconds", 0.0)
+
+    @classmethod
+    def begun(cls, folder: Path, description: Mapping[str, Any]) -> Self:
+        """Begin a run in `folder`, or go on with one of the same `description`.
+
+        Raises ConfigError for a run of another description, naming what differs, and for a folder of something else.
+        """
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"out={folder}: {error.strerror}") from None
-        self._path = folder / "cells.jsonl"
         run = folder / "run.json"
         if run.exists():
             _require_same(folder, json.loads(run.read_text("utf-8")), json.loads(json.dumps(description)))
-            self._read()
         elif any(folder.iterdir()):
             raise ConfigError(f"out={folder} holds files and no run.json, so it is not from this command; name another")
         else:
-            write_whole(run, json.dumps({"schema": SCHEMA, "begun": _now(), **description}, indent=1) + "\n")
+            write_whole(run, json.dumps({"begun": _now(), **description}, indent=1) + "\n")
+        journal = cls(folder)
+        if journal.path.exists():
+            os.truncate(journal.path, journal.complete)
+        return journal
 
     def add(self, line: Line) -> None:
-        [kind] = [name for name, one in _KINDS.items() if isinstance(line, one)]
-        text = json.dumps({"kind": kind, "time": _now(), **asdict(line)}, ensure_ascii=False)
-        with self._path.open("a", encoding="utf-8") as file:
+        text = json.dumps({"time": _now()})[:-1] + ", " + line.model_dump_json()[1:]
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
         self._keep(line)
 
@@ -174,43 +202,24 @@ class Journal:
             case Difference():
                 self.differences[line.request, line.arm, line.other] = line
 
-    def _read(self) -> None:
-        if not self._path.exists():
-            return
-        content = self._path.read_bytes()
-        complete = content.rfind(b"\n") + 1
-        for position, text in enumerate(content[:complete].splitlines(), 1):
-            try:
-                found = json.loads(text)
-                kind = _KINDS[found["kind"]]
-                self._keep(kind(**{f.name: found[f.name] for f in fields(kind)}))
-                self.earlier_seconds += found.get("seconds", 0.0)
-            except (ValueError, TypeError, KeyError):
-                raise ConfigError(f"{self._path}: line {position} is not of this command; name another out=") from None
-        os.truncate(self._path, complete)
-
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _require_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    was, new = _leaves(before), _leaves(now)
-    names = sorted(name for name in {*was, *new} - {"schema", "begun"} if not name.startswith(_FREE))
-    changed = [f"{name}={shown(was.get(name))}, now {shown(new.get(name))}" for name in names]
-    changed = [text for name, text in zip(names, changed, strict=True) if was.get(name) != new.get(name)]
-    if changed:
-        more = f", and {len(changed) - 5} more" if len(changed) > 5 else ""
-        raise ConfigError(
-            f"out={folder} was begun with {'; '.join(changed[:5])}{more}; begin the same run again or name another out="
-        )
+    was, new = dict(_leaves(before)), dict(_leaves(now))
+    names = sorted(name for name in {*was, *new} if not name.startswith(_FREE) and was.get(name) != new.get(name))
+    if names:
+        changed = "; ".join(f"{name}={shown(was.get(name))}, now {shown(new.get(name))}" for name in names[:5])
+        more = f", and {len(names) - 5} more" if len(names) > 5 else ""
+        raise ConfigError(f"out={folder} was begun with {changed}{more}; begin the same run again or name another out=")
 
 
-def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all values that are no dictionary."""
     if not isinstance(value, Mapping):
-        return {name: value}
-    found: dict[str, Any] = {}
+        yield name, value
+        return
     for key, inner in value.items():
-        found |= _leaves(inner, f"{name}.{key}" if name else str(key))
-    return found
+        yield from _leaves(inner, f"{name}.{key}" if name else str(key))

@@ -8,44 +8,36 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import gates
 import torch
-from arms import Arm, Outcome, Questions, first_candidates, open_arm
 from cases.gemm import gemm_only_cost, gemm_only_us, matrices_of
-from compare_forecast import ENOUGH_MS, Forecast
-from compare_journal import FEASIBILITY, OUT_OF_BUDGET, PASSES, RUN, Cell, Journal, Preparation, RequestFacts
-from compare_options import BASE, GEMM_ONLY_SETS, REFERENCE, SCALABLE_ARMS, CompareConfig
 from floors import Ceilings
 from record import clocks
 from torch import Tensor
+from workloads import Workload
 
+from comparison import gates
+from comparison.arms import Arm, Outcome, Questions, first_candidates, open_arm
+from comparison.journal import FEASIBILITY, OUT_OF_BUDGET, PASSES, RUN, Cell, Journal, Preparation, RequestFacts
+from comparison.options import BASE, REFERENCE, SCALABLE_ARMS, SHOWN_ALONE, CompareConfig
 from engine.engine import Engine
 from engine.errors import CapacityError, ConfigError, ForkgraphError
 from engine.plan.layout import build_layout
+from engine.wire.answers import Head
 from engine.wire.open_jev import OpenJev
 from engine.wire.requests import Request, parse_request
 
+ENOUGH_MS = 300.0
+"""No further sample is taken once those of a cell took this long together."""
 _RETAKES = 2
 """Forwards that ran beside captures are left out of the samples, but not more of them."""
 _CLOCKS_S = 5.0
 """Asking for clocks takes longer than many a cell, so a reading serves for this long."""
-
-
-class Workload(Protocol):
-    """What the loop needs of a request of the manifest."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def set(self) -> str: ...
-    @property
-    def body(self) -> dict[str, Any]: ...
-    @property
-    def sha256(self) -> str: ...
+_SLACK = 2.0
+"""What took longer than so many times its rows at the arm's best rate compiled something, which it does once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,18 +71,12 @@ class Comparison:
     """Hidden states of the request at hand, by arm."""
     warm: set[tuple[str, str]] = field(default_factory=set)
     """Requests and arms that this start has run: some arms compile and capture for every request."""
-    forecast: Forecast = field(init=False)
     _clocks: tuple[float, dict[str, str]] = (float("-inf"), {})
-
-    def __post_init__(self) -> None:
-        self.forecast = Forecast(few=self.config.few, samples=self.config.samples)
 
     def run(self) -> bool:
         """All passes; False when a gate failed, which ends the run. Raises what base and reference raise at start."""
         tasks = [self._read(workload) for workload in self.workloads]
         m4 = [task.name for task in tasks if task.workload.set == "m4"]
-        for cell in self.journal.cells.values():
-            self.forecast.learn(cell)
         try:
             self._open(min(tasks, key=lambda task: sum(map(len, first_candidates(task.questions, 1)[0]))))
             for number in PASSES:
@@ -126,7 +112,7 @@ class Comparison:
             status = RUN
             try:
                 arm = open_arm(name, self.owner)
-                arm.warm_up(few)
+                arm.forward(few)
                 arm.settle()
                 arm.held_bytes = self._allocated() - before
                 self.arms[name] = arm
@@ -139,18 +125,17 @@ class Comparison:
             self.report(f"{name}: {f'ready after {seconds:.1f} s' if status == RUN else status}")
 
     def _group(self, number: int, task: Task) -> None:
-        """One request by every arm, in the other order in every second pass. The base comes first at first: what it
-        takes, with everything compiled while loading, tells a peer's time from what the peer compiles."""
+        """One request by every arm, in the other order in every second pass."""
         self.states.clear()
         facts = self._facts(task)
         start, done = time.perf_counter(), []
+        promised, rates = self._promised()
         for name in list(self.arms)[:: -1 if number % 2 else 1]:
             key = (number, task.name, name)
             if key in self.journal.cells or not self.config.takes(name, task.workload.set):
                 continue
-            cell = self._cell(number, task, facts, self.arms[name])
+            cell = self._cell(number, task, facts, self.arms[name], promised, rates.get(name, 0.0))
             self.journal.add(cell)
-            self.forecast.learn(cell)
             done.append(cell)
         if number == FEASIBILITY:
             self._differences(task, facts)
@@ -168,7 +153,7 @@ class Comparison:
         if self._on_gpu and self.owner.config.dtype == "bfloat16":
             dimensions, rows = self.owner.dimensions, layout.unique_rows
             roofline = Ceilings().floor_us(gemm_only_cost(dimensions, rows))
-            if task.workload.set in GEMM_ONLY_SETS:
+            if task.workload.set in SHOWN_ALONE:
                 matrices = matrices_of(self.owner.weights)
                 with torch.cuda.device(self.owner.config.device):
                     gemm = statistics.median(gemm_only_us(dimensions, rows, matrices=matrices, repeats=5))
@@ -181,7 +166,7 @@ class Comparison:
         self.journal.add(facts)
         return facts
 
-    def _cell(self, number: int, task: Task, facts: RequestFacts, arm: Arm) -> Cell:
+    def _cell(self, number: int, task: Task, facts: RequestFacts, arm: Arm, promised: float, rate: float) -> Cell:
         all_once = number == FEASIBILITY and arm.name in self.config.whole
         questions = first_candidates(task.questions, None if all_once else self.config.few.get(arm.name))
         what: dict[str, Any] = {
@@ -192,7 +177,13 @@ class Comparison:
         first = self.journal.cells.get((FEASIBILITY, task.name, arm.name))
         if first is not None and not first.ran:
             return Cell(status=first.status, **what)
-        if self._predicted(first, facts, arm.name, what) > self.left_seconds:
+        if first is not None:
+            needed = self._again(first, rate)
+        else:  # nothing is begun that there is no time to measure
+            once = rate * (what["logical_tokens"] if arm.name in SCALABLE_ARMS else facts.unique_rows)
+            share = self._share(arm.name, facts.candidates, what["candidates_run"])
+            needed = promised + once * (1 + share * (len(PASSES) - 1))
+        if needed > self.left_seconds:
             return Cell(status=OUT_OF_BUDGET, **what)
         start, before = time.perf_counter(), self._allocated()
         if self._on_gpu:
@@ -229,22 +220,27 @@ class Comparison:
             seconds=time.perf_counter() - start, **what,
         )  # fmt: skip
 
-    def _predicted(self, first: Cell | None, facts: RequestFacts, arm: str, what: Mapping[str, Any]) -> float:
-        """Seconds of a cell, and in the feasibility pass those of all that is to be measured too: nothing is begun that
-        there is no time to measure."""
-        if first is not None:
-            cold = (facts.request, arm) not in self.warm
-            return self.forecast.measured(first) * (2 if cold else 1)
-        rows = what["logical_tokens"] if arm in SCALABLE_ARMS else facts.unique_rows
-        share = self.forecast.share(arm, facts.candidates, what["candidates_run"])
-        once = self.forecast.feasibility(arm, rows)
-        return once * (1 + share * (len(PASSES) - 1)) + self.forecast.promised
+    def _promised(self) -> tuple[float, dict[str, float]]:
+        """Seconds that the measured passes will take of what the excluded one ran, and each arm's best rate so far in
+        seconds per row."""
+        cells = [cell for cell in self.journal.cells.values() if cell.ran and cell.pass_number == FEASIBILITY]
+        rates: dict[str, float] = {}
+        for cell in cells:
+            rates[cell.arm] = min(rates.get(cell.arm, float("inf")), _steady(cell) / sum(cell.rows.values()))
+        return (len(PASSES) - 1) * sum(self._again(cell, rates[cell.arm]) for cell in cells), rates
+
+    def _again(self, cell: Cell, rate: float) -> float:
+        """Seconds of a measured cell of the arm and request of `cell`, which is one of the excluded pass."""
+        share = self._share(cell.arm, cell.candidates, cell.candidates_run)
+        once = min(_steady(cell), _SLACK * rate * sum(cell.rows.values())) * share
+        return once * min(self.config.samples, 1 + ENOUGH_MS / 1e3 / once)
+
+    def _share(self, arm: str, candidates: int, run: int) -> float:
+        """What a measured pass runs of what the excluded one ran."""
+        return min(self.config.few.get(arm, candidates), candidates) / run
 
     def _differences(self, task: Task, facts: RequestFacts) -> None:
-        processor = self.owner.processor
-        assert isinstance(processor, OpenJev)
-        head = processor.head
-        assert head is not None
+        head = scalar_head(self.owner)
         for pair in gates.COMPARED:
             cells = [self.journal.cells.get((FEASIBILITY, task.name, name)) for name in pair]
             if (task.name, *pair) in self.journal.differences or not all(c and c.ran and c.finite for c in cells):
@@ -264,7 +260,7 @@ class Comparison:
         if number == PASSES[-1]:
             speed = [gates.speedup(self._facts(task), own, limits)]
             if m4 and task.name == m4[-1]:
-                speed.append(gates.m4_slower(m4, list(cells.values()), limits))
+                speed.append(gates.m4_slower(m4, cells.values(), limits))
             found += [verdict for verdict in speed if verdict]
         return found
 
@@ -294,10 +290,17 @@ def unfinished(config: CompareConfig, journal: Journal, workloads: Sequence[Work
     ]
 
 
-def check_head(engine: Engine) -> None:
+def scalar_head(engine: Engine) -> Head:
     """Raises ConfigError for a head whose answers are not one scalar for each candidate."""
     if not isinstance(engine.processor, OpenJev):
         raise ConfigError("head=letters has one prompt for all candidates, so there is nothing to share; use another")
+    assert engine.processor.head is not None
+    return engine.processor.head
+
+
+def _steady(cell: Cell) -> float:
+    """Seconds without captures."""
+    return cell.seconds - cell.capture_seconds
 
 
 def _timed(arm: Arm, questions: Questions) -> tuple[Outcome, float, float]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.config import EngineConfig, nearest
-from engine.errors import ConfigError
+from workloads import SETS
 
-SETS = ("m1", "m2", "m3", "m4", "m5")
+from engine.config import EngineConfig
+from engine.errors import ConfigError, nearest
+from engine.options import RunOptions
+
 BASE, REFERENCE, PLAIN = "base", "independent", "plain"
 """What is measured; what its bits and speed are held against; today's forward, by the library's own products."""
-ENGINE_ARMS: dict[str, dict[str, str]] = {
+ENGINE_ARMS: dict[str, RunOptions] = {
     BASE: {},
     REFERENCE: {"schedule": "independent", "pack": "all"},
     "batched": {"schedule": "batched", "pack": "all"},
@@ -37,8 +39,8 @@ EXACT_ARMS = tuple(name for name, options in ENGINE_ARMS.items() if options.get(
 """Arms that must have the bits of `independent`: all of the engine's but those with the library's own products."""
 SCALABLE_ARMS = (REFERENCE, PLAIN, "batched", *(name for name in PEER_ARMS if not name.endswith("/forked")))
 """Arms that read every candidate whole, so that the time of a few can be stated for all."""
-GEMM_ONLY_SETS = ("m1", "m2", "m3")
-"""Where the projections alone are measured too; for each of the many requests of the others it would take too long."""
+SHOWN_ALONE = ("m1", "m2", "m3")
+"""Sets whose requests have a table and a GEMM-only time each; the others are many and small."""
 
 
 @dataclass(kw_only=True)
@@ -48,14 +50,19 @@ class GatesConfig:
     speedup: float = 2.0
     """At least so many times lower mean latency than `independent`, for every M1 request of the next two lines."""
     speedup_candidates: int = 8
+    """At least so many candidates."""
     speedup_prefix_tokens: int = 1_024
+    """Behind a prefix of at least so many tokens."""
     m4_slower: float = 0.03
     """At most this share slower than `independent` over M4, where nothing can be shared."""
     probability: float = 0.01
     """This and the next three are reported, not gated: base against plain forward."""
     head: float = 0.035
+    """As `probability`, for what the head gives."""
     hidden: float = 0.01
+    """As `probability`, for hidden states."""
     close_probability: float = 0.001
+    """As `probability`: how near two answers are that may change places."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -70,16 +77,16 @@ class CompareConfig(EngineConfig):
     out: str | None = None
     """Folder of the run; one that was stopped goes on. Without one a new temporary folder is made and named."""
     sets: list[str] = field(default_factory=lambda: ["m1"])
+    """Sets of requests, m1 to m5."""
     names: list[str] = field(default_factory=lambda: ["m1/256x2", "m1/256x8", "m1/1024x8"])
     """Patterns of the requests that are run, such as m1/*x32; none for all of the sets."""
-    jevbench: str | None = None
-    """JevBench's task file, in place of the made requests of M4 and M5."""
     arms: list[str] = field(
         default_factory=lambda: [
             BASE, REFERENCE, "batched", "levels_one", "tree", "aligned", "gemm_default", "compiled", PLAIN,
             "transformers/torch/one", "transformers/torch/batched", "transformers/torch/forked",
         ]
     )  # fmt: skip
+    """What is compared: ways of this engine, and peers over the same weights."""
     few: dict[str, int] = field(
         default_factory=lambda: {"transformers/torch/one": 2, "transformers/torch/batched": 4},
     )
@@ -102,7 +109,7 @@ class CompareConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field_name, names, known in (
+        for option, names, known in (
             ("sets", self.sets, SETS),
             ("arms", self.arms, ARMS),
             ("few", self.few, SCALABLE_ARMS),
@@ -112,7 +119,7 @@ class CompareConfig(EngineConfig):
         ):
             for name in names:
                 if name not in known:
-                    raise ConfigError(f"{field_name}={name} is not one of {', '.join(known)}{nearest(name, known)}")
+                    raise ConfigError(f"{option}={name} is not one of {', '.join(known)}{nearest(name, known)}")
         if self.gemm == "default":
             raise ConfigError("gemm=default promises no equal bits, which the comparison checks; use fixed or tuned")
         for needed in (BASE, REFERENCE):
@@ -122,6 +129,6 @@ class CompareConfig(EngineConfig):
             raise ConfigError(f"few.{REFERENCE}: bits are compared with those of all candidates; name it in whole too")
         if not self.budget_minutes > 0:
             raise ConfigError(f"budget_minutes={self.budget_minutes} is not a positive number")
-        for name, number in (("samples", self.samples), *((f"few.{arm}", n) for arm, n in self.few.items())):
+        for option, number in (("samples", self.samples), *((f"few.{arm}", n) for arm, n in self.few.items())):
             if number < 1:
-                raise ConfigError(f"{name}={number} is not a whole number of at least 1")
+                raise ConfigError(f"{option}={number} is not a whole number of at least 1")
