@@ -38,13 +38,6 @@ def compared(requests: list[forwards.Questions], depth: Depth, seconds: float = 
     return equality.compare_all([(depth, questions) for questions in requests], HANDLES, seconds=seconds)
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3])
-def test_trees_have_the_levels_asked_for(levels: int) -> None:
-    plan = forwards.plan_of(equality.tree_of(levels, 65, (1, 5), 512), "levels")
-    assert {one.kind for one in plan.passes} == set(["branch", "prefix", "question"][:levels])
-    assert levels == 1 or plan.passes[0].rows == 65
-
-
 def test_random_layouts_span_sizes_and_levels() -> None:
     requests = list(equality.random_layouts(512, 40))
     layouts = [build_layout(questions, "exact") for questions in requests]
@@ -74,12 +67,6 @@ def test_a_tree_too_large_for_a_pass_is_counted_apart() -> None:
     depth.compare(HANDLES[0], [branches], torch.zeros(14, 64))
     too_large = {c.schedule: c.too_large for c in depth.cells if c.graphs == "eager"}
     assert too_large == {"batched": 0, "levels": 0, "tree": 1}
-
-
-def test_a_product_that_knows_the_number_of_rows_is_seen() -> None:
-    depth = depth_of(depends_on_rows)
-    compared(equality.matrix(512, prefixes=(65,), lengths=(1, 5)), depth)
-    assert sum(cell.differing for cell in depth.cells) > 0
 
 
 def test_the_case_runs_on_the_tiny_model_and_fails_with_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
