@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from cases.gemm import gemm_only_cost, gemm_only_us, matrices_of
-from inputs import Ceilings
+from floors import Ceilings
 from record import clocks
 from torch import Tensor
 from workloads import Workload
