@@ -79,15 +79,10 @@ def session(config: SessionConfig, *, load: Load, stderr: TextIO) -> int:
                 forward = engine.forward(questions, name=workload.name)
                 profiled.append((time.perf_counter() - start) * 1e3)
     facts = {
-        "workload": workload.name,
-        "sha256": workload.sha256,
-        "candidates": workload.candidates,
-        "rows": forward.counters.rows,
-        "passes": forward.counters.passes,
-        "planned_bytes": asdict(forward.memory),
-        "profiled_ms": profiled,
-        "environment": environment(),
-    }
+        "workload": workload.name, "sha256": workload.sha256, "candidates": workload.candidates,
+        "rows": forward.counters.rows, "passes": forward.counters.passes, "planned_bytes": asdict(forward.memory),
+        "profiled_ms": profiled, "environment": environment(),
+    }  # fmt: skip
     write_whole(folder / "config.yaml", config_text(config))
     write_whole(folder / "session.json", json.dumps(facts, indent=1) + "\n")
     print(f"session: {workload.name} ran {len(profiled)} times; configuration in {folder}", file=stderr)

@@ -24,7 +24,7 @@ RUN, OUT_OF_BUDGET = "run", "not run: budget"
 """Status of a cell that was measured; any other says why it was not."""
 
 # What may differ between two starts of one run.
-_FREE = ("configuration.out", "configuration.progress", "environment.git_dirty", "begun")
+_FREE = ("configuration.out", "environment.git_dirty", "begun")
 
 
 class _Line(BaseModel):

@@ -85,8 +85,6 @@ class CompareConfig(EngineConfig):
     """Forwards of each measured pass, fewer when they take long."""
     budget_minutes: float = 2.0
     """Time of the whole run, all its starts together; what does not fit is recorded as not run."""
-    progress: bool = True
-    """Draw a progress bar on a terminal."""
     gates: GatesConfig = field(default_factory=GatesConfig)
 
     def takes(self, arm: str, of_set: str) -> bool:

@@ -170,7 +170,7 @@ class TestRun:
 class TestResume:
     def test_a_second_start_runs_nothing_again(self, tmp_path: Path) -> None:
         first = Run(tmp_path / "out", arms=TWO)
-        second = Run(tmp_path / "out", pytest.fail, arms=TWO, progress=False)
+        second = Run(tmp_path / "out", pytest.fail, arms=TWO)
         assert (second.code, second.cells) == (0, first.cells)
         assert len(first.cells) == 12
 
