@@ -131,6 +131,9 @@ class TestRun:
         assert first["base"].planned_bytes["snapshots"] > 0
         few = first["transformers/torch/one"]
         assert (few.candidates_run, few.candidates, len(few.bits), few.sha256) == (2, 4, 2, "a1")
+        close = done.journal.differences["m1/two", "plain", "transformers/torch/one"]
+        assert (len(close.hidden), 0 < max(close.hidden) < 1e-4) == (2, True), "over what both arms ran"
+        assert close.decisions == 0, "two of three candidates answer no question"
 
     def test_the_page_holds_gates_distances_and_what_was_left_out(self, done: Run) -> None:
         for text in ("m1/two", "| 2 of 4 |", "~", "base and plain", "vLLM", "support no claim", "causal-conv1d"):
@@ -139,12 +142,6 @@ class TestRun:
             assert f"| identity | {arm} | passed | 15 of 15 candidates equal |" in done.summary
         assert "declared: 2" in done.summary  # the limits of this test are not the declared ones
         assert done.summary in done.out
-
-    def test_distances_are_over_what_both_arms_ran(self, done: Run) -> None:
-        close = done.journal.differences["m1/two", "plain", "transformers/torch/one"]
-        assert len(close.hidden) == 2
-        assert 0 < max(close.hidden) < 1e-4
-        assert close.decisions == 0  # two of three candidates answer no question
 
     def test_the_reference_runs_all_candidates_once_and_then_a_few(self, tmp_path: Path) -> None:
         found = Run(tmp_path / "out", arms=TWO, names=["m1/t*"], few={"independent": 1})
@@ -188,6 +185,11 @@ class TestResume:
 
     def test_another_run_in_the_same_folder_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / "out"
+        (tmp_path / "cells.jsonl").write_text("{}\n")
+        with pytest.raises(ConfigError, match="line 1 is not of this command"):
+            Journal(tmp_path)
+        with pytest.raises(ConfigError, match=r"holds files and no run\.json"):
+            Run(tmp_path)
         Run(folder, arms=TWO, sets=["m4"])
         with pytest.raises(ConfigError, match=r"begun with configuration\.budget_minutes=2\.0, now 3"):
             Run(folder, arms=TWO, sets=["m4"], budget_minutes=3)
@@ -198,20 +200,6 @@ class TestResume:
         monkeypatch.setattr(compare, "environment", lambda: {"git": "another", "causal_conv1d": None})
         with pytest.raises(ConfigError, match=r"begun with environment\.git='one', now 'another'"):
             Run(folder, arms=TWO, sets=["m4"])
-
-    def test_a_folder_of_something_else_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "thesis.tex").write_text("...")
-        with pytest.raises(ConfigError, match=r"holds files and no run\.json"):
-            Run(tmp_path)
-        (tmp_path / "cells.jsonl").write_text("{}\n")
-        with pytest.raises(ConfigError, match="line 1 is not of this command"):
-            Journal(tmp_path)
-
-    def test_earlier_starts_count(self, tmp_path: Path) -> None:
-        journal = Journal.begun(tmp_path / "out", {})
-        for line in (CELL, *[Preparation(arm="base", status="run", seconds=1.5)] * 2):
-            journal.add(line)
-        assert Journal.begun(tmp_path / "out", {}).earlier_seconds == 6.0
 
     def test_the_kept_results_can_be_read_and_judged_again(self) -> None:
         for folder in sorted((ROOT / "profiling" / "results").glob("*-compare-*")):
@@ -317,22 +305,20 @@ class TestCell:
         """100 rows would fit once, not three times, beside what was promised; a minute is left."""
         for name, rate, status in (("a", 0.07, "run"), ("b", 0.09, "not run: budget")):
             assert self.cell(tmp_path / name, Capturing(0), 0, promised=35.0, rates={"base": rate}).status == status
+        spent = Run(tmp_path / "spent", arms=TWO, budget_minutes=1e-6)
+        assert (spent.code, {cell.status for cell in spent.cells}) == (0, {"not run: budget"})
+        assert ("not run: budget (6)" in spent.summary, "passed" in spent.summary) == (True, False)
 
-    def test_what_compiled_once_is_not_expected_again(self, tmp_path: Path) -> None:
+    def test_what_compiled_once_is_not_expected_again_and_earlier_starts_count(self, tmp_path: Path) -> None:
         self.cell(tmp_path / "out", Capturing(0), number=0)
-        journal, base = self.comparison.journal, {"arm": "base", "capture_seconds": 1.0}
+        journal = self.comparison.journal
         for request, seconds in (("a", 40.0), ("b", 2.0)):
-            journal.add(CELL.model_copy(update={**base, "request": request, "seconds": seconds}))
+            journal.add(CELL.model_copy(update={"request": request, "capture_seconds": 1.0, "seconds": seconds}))
         self.comparison._forecast()
         assert self.comparison.rates == {"base": 0.01}
         assert self.comparison.promised == pytest.approx(2 * (2 * 1.0 + 1.0))
-
-    def test_a_spent_budget_leaves_everything_out_and_says_so(self, tmp_path: Path) -> None:
-        spent = Run(tmp_path / "out", arms=TWO, budget_minutes=1e-6)
-        assert spent.code == 0
-        assert {cell.status for cell in spent.cells} == {"not run: budget"}
-        assert "not run: budget (6)" in spent.summary
-        assert "passed" not in spent.summary
+        journal.add(Preparation(arm="base", status="run", seconds=1.5))
+        assert Journal(journal.folder).earlier_seconds == 43.5
 
     def test_captures_are_counted_once_and_again_where_they_are_made_again(self) -> None:
         engine = SimpleNamespace(capture_seconds={(64, 1): 1.0}, config=SimpleNamespace(graphs="captured"))
@@ -343,38 +329,34 @@ class TestCell:
         assert [*found, arm.settle(), arm.settle()] == [1.0, 0.0, 3.25, 0.0]
 
 
-class TestOptions:
-    @pytest.mark.parametrize("model", MODELS)
-    def test_every_size_has_its_settings(self, model: str) -> None:
-        words = [f"model={model}", "names=[m1/256x2]"]
-        check_overrides([*words, "gates.speedup=3", "budget_minutes=1"], CompareConfig)
-        with initialize_config_module("configs", version_base=None):
-            config = to_config(compose("compare", words), CompareConfig)
-        assert (config.model, config.names, config.gates) == (model, ["m1/256x2"], GatesConfig())
-        assert {*config.few, *config.only} <= set(config.arms)
-        if model != "tiny":
-            assert set(config.arms) == set(ARMS)
-            assert {"m1", "m2", "m3", "m4"} <= set(config.sets), "every gate has its requests"
+@pytest.mark.parametrize("model", MODELS)
+def test_every_size_has_its_settings(model: str) -> None:
+    words = [f"model={model}", "names=[m1/256x2]"]
+    check_overrides([*words, "gates.speedup=3", "budget_minutes=1"], CompareConfig)
+    with initialize_config_module("configs", version_base=None):
+        config = to_config(compose("compare", words), CompareConfig)
+    assert (config.model, config.names, config.gates) == (model, ["m1/256x2"], GatesConfig())
+    assert {*config.few, *config.only} <= set(config.arms)
+    if model != "tiny":
+        assert set(config.arms) == set(ARMS)
+        assert {"m1", "m2", "m3", "m4"} <= set(config.sets), "every gate has its requests"
 
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            ({"sets": ["m6"]}, r"sets=m6 is not one of m1, m2, m3, m4, m5"),
-            ({"arms": ["base", "independant"]}, r"arms=independant is not one of .*did you mean 'independent'"),
-            ({"arms": ["base", "tree"]}, r"arms=base,tree: the gates need independent"),
-            ({"only": {"base": ["m1"]}}, r"the gates need base, on every set"),
-            ({"few": {"tree": 4}}, r"few=tree is not one of independent, plain, batched"),
-            ({"few": {"independent": 4}, "whole": []}, r"few\.independent: bits are compared with those of all"),
-            ({"few": {"plain": 0}}, r"few\.plain=0 is not a positive number"),
-            ({"only": {"tree": ["m7"]}}, r"only\.tree=m7 is not one of"),
-            ({"gemm": "default"}, r"gemm=default promises no equal bits"),
-            ({"budget_minutes": 0}, r"budget_minutes=0 is not a positive number"),
-        ],
-    )
-    def test_what_cannot_work_is_refused_by_name(self, wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=message):
-            CompareConfig(**wrong)
-        with pytest.raises(ConfigError, match=r"gates\.head=-1"):
-            GatesConfig(head=-1)
-        with pytest.raises(ConfigError, match=r"names=m1/tow is in none of sets=m1,m4; did you mean 'm1/two'"):
-            Run(tmp_path / "out", names=["m1/tow"])
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sets": ["m6"]}, r"sets=m6 is not one of m1, m2, m3, m4, m5"),
+        ({"arms": ["base", "independant"]}, r"arms=independant is not one of .*did you mean 'independent'"),
+        ({"arms": ["base", "tree"]}, r"arms=base,tree: the gates need independent"),
+        ({"only": {"base": ["m1"]}}, r"the gates need base, on every set"),
+        ({"few": {"tree": 4}}, r"few=tree is not one of independent, plain, batched"),
+        ({"few": {"independent": 4}, "whole": []}, r"few\.independent: bits are compared with those of all"),
+        ({"few": {"plain": 0}}, r"few\.plain=0 is not a positive number"),
+        ({"gemm": "default"}, r"gemm=default promises no equal bits"),
+        ({"gates": {"head": -1}}, r"gates\.head=-1 is not a positive number"),
+        ({"names": ["m1/tow"]}, r"names=m1/tow is in none of sets=m1,m4; did you mean 'm1/two'"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Run(tmp_path / "out", **({"gates": GatesConfig(**wrong["gates"])} if "gates" in wrong else wrong))

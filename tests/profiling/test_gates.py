@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparison import gates
 from comparison.journal import Cell, RequestFacts
-from comparison.options import EXACT_ARMS, GatesConfig
+from comparison.options import GatesConfig
 
 from engine.wire.answers import Head
 from engine.wire.requests import parse_request
@@ -118,10 +118,3 @@ def test_distances_by_hand() -> None:
     assert apart.probability == pytest.approx(float(sigmoid[0] - sigmoid[1]), abs=1e-6)
     cut = gates.difference(request, {"x": a, "y": b[:2]}, ("x", "y"), head, facts=facts, close=1e-3)
     assert (cut.decisions, len(cut.hidden)) == (1, 2)
-
-
-def test_arms_that_must_have_equal_bits() -> None:
-    assert set(EXACT_ARMS) == {
-        "base", "independent", "batched", "levels_one", "levels", "tree", "aligned", "gemm_fixed", "compiled",
-        "eager",
-    }  # fmt: skip
