@@ -232,7 +232,7 @@ class Comparison:
                     few = first_candidates(questions, cell.candidates_run)
                     self.states[cell.arm] = self.arms[cell.arm].forward(few).hidden
             close = self.config.gates.close_probability
-            self.journal.add(gates.difference(request, self.states, pair, head, facts=facts, close=close))
+            self.journal.add(gates.difference(facts, request, self.states, pair, head, close))
 
     def _verdicts(self, number: int, workload: Workload, m4: Sequence[str]) -> list[gates.Verdict]:
         """What the last cells settle. Speed is judged in the last pass, over `m4` after its last request."""

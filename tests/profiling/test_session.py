@@ -29,7 +29,6 @@ from engine.run import ranges
 from tests.engine.engine_support import TICKET, cache_dir
 
 PROFILING = Path(session.__file__).parent
-TOOLS = {"nsys.sh": "nsys", "ncu.sh": "ncu"}
 NAMED = Workload(
     name="m1/ticket", body=TICKET, sha256="ab12", questions=3, candidates=6, logical_tokens=1, unique_tokens=1,
     shared_prefix=1, longest_prompt=1,
@@ -107,7 +106,7 @@ def test_options() -> None:
     assert session.workload_named(SessionConfig().workload).candidates == 32
 
 
-def launch(id: int, kernel: str, us: float, *, sm: float = 50, static: int = 0, omit: str = "") -> str:
+def launch(id: int, kernel: str, us: float, *, sm: float = 50, static: int = 0) -> str:
     """The lines of one launch, as the tool writes them; every second metric is one that the summary passes over."""
     speed, occupancy, statistics = "GPU Speed Of Light Throughput", "Occupancy", "Launch Statistics"
     metrics = [
@@ -119,7 +118,7 @@ def launch(id: int, kernel: str, us: float, *, sm: float = 50, static: int = 0, 
         (statistics, "Static Shared Memory Per Block", "byte/block", f"{static:,}"),
         (statistics, "Dynamic Shared Memory Per Block", "byte/block", "65,536"),
     ]  # fmt: skip
-    return "".join(f'"{id}","77","{kernel}","{s}","{m}","{u}","{v}"\n' for s, m, u, v in metrics if m != omit)
+    return "".join(f'"{id}","77","{kernel}","{s}","{m}","{u}","{v}"\n' for s, m, u, v in metrics)
 
 
 @pytest.fixture
@@ -141,24 +140,14 @@ def test_launches_of_a_name_are_one_line_weighted_by_time(metrics: Path, capsys:
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda text: "", "StopIteration"),
-        (lambda text: text.replace("Section Name", "Rule"), "KeyError('Section Name')"),
-        (lambda text: text.replace('"ns"', '"cycle"'), "KeyError('cycle')"),
-        (lambda text: text.replace('"24.50"', '"n/a"'), "ValueError"),
-        (lambda text: text + launch(4, "odd", 1, omit="Duration"), "KeyError('us')"),
-    ],
-    ids=["empty", "columns", "units", "values", "missing"],
-)
+@pytest.mark.parametrize("change", [("Section Name", "Rule"), ('"ns"', '"cycle"'), ('"24.50"', '"n/a"'), ('"ID"', "")])
 def test_other_metrics_are_refused_in_one_line(
-    metrics: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
+    metrics: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str]
 ) -> None:
-    metrics.write_text(change(metrics.read_text()))
+    metrics.write_text(metrics.read_text().replace(*change))
     assert ncu_summary.main(str(metrics)) == 2
     captured = capsys.readouterr()
-    assert (message in captured.err, captured.err.count("\n"), captured.out) == (True, 1, "")
+    assert ("not a details page" in captured.err, captured.err.count("\n"), captured.out) == (True, 1, "")
 
 
 # A stand-in for both tools. Profiling writes the report named in its options; reading one prints the file in $TABLE.
@@ -172,65 +161,49 @@ done
 """
 
 
-class TestScripts:
-    @pytest.fixture
-    def shell(self, tmp_path: Path, metrics: Path) -> dict[str, str]:
-        """An environment with stand-ins for the tools; what they are called with is in $CALLS."""
-        tools = tmp_path / "bin"
-        tools.mkdir()
-        for name in TOOLS.values():
-            (tools / name).write_text(TOOL)
-            (tools / name).chmod(0o755)
-        path, calls = f"{tools}{os.pathsep}{os.environ['PATH']}", str(tmp_path / "calls")
-        return {**os.environ, "PATH": path, "PYTHON": sys.executable, "CALLS": calls, "TABLE": str(metrics)}
+@pytest.mark.parametrize(
+    ("script", "words", "wanted"),
+    [
+        ("nsys.sh", [], ["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi", "session.py model=tiny out="]),
+        ("ncu.sh", ["--kernels", "a|b", "--skip", "5"], ["--profile-from-start off", "--launch-skip 5 --launch-count",
+            "--kernel-name regex:a|b", "graphs=compiled repeats=1"]),
+    ],
+)  # fmt: skip
+def test_a_script_leaves_a_report_its_summary_and_nothing_else(
+    script: str, words: list[str], wanted: list[str], metrics: Path, tmp_path: Path
+) -> None:
+    tools, out, tool = tmp_path / "bin", tmp_path / "a folder", script.removesuffix(".sh")
+    tools.mkdir()
+    (tools / tool).write_text(TOOL)
+    (tools / tool).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    env |= {"CALLS": str(tmp_path / "calls"), "TABLE": str(metrics)}
+    assert call(script, f"out={out}", env=env | {"FAIL": "7"}).returncode == 7
+    assert list(out.iterdir()) == []
+    done = call(script, *words, "model=tiny", f"out={out}", env=env)
+    assert done.returncode == 0, done.stderr
+    extra = ["metrics.csv"] if script == "ncu.sh" else []
+    assert sorted(path.name for path in out.iterdir()) == [*extra, f"report.{tool}-rep", "summary.txt"]
+    assert "scan, leaves" in (out / "summary.txt").read_text()
+    profiled = (tmp_path / "calls").read_text().splitlines()[1]
+    assert [text for text in wanted if text not in profiled] == []
 
-    @staticmethod
-    def call(script: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([PROFILING / script, *words], env=env, capture_output=True, text=True, check=False)
 
-    @pytest.mark.parametrize(
-        ("script", "words", "wanted"),
-        [
-            ("nsys.sh", [], ["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"]),
-            ("ncu.sh", [], ["--profile-from-start off", "--launch-skip 0 --launch-count 100 --force"]),
-            ("ncu.sh", ["--kernels", "a|b", "--skip", "5"], ["--launch-skip 5", "--kernel-name regex:a|b"]),
-        ],
-    )
-    def test_a_report_its_summary_and_nothing_else(
-        self, script: str, words: list[str], wanted: list[str], shell: dict[str, str], tmp_path: Path
-    ) -> None:
-        out = tmp_path / "a folder"
-        done = self.call(script, *words, "model=tiny", f"out={out}", env=shell)
-        assert done.returncode == 0, done.stderr
-        extra = ["metrics.csv"] if script == "ncu.sh" else []
-        assert sorted(path.name for path in out.iterdir()) == [*extra, f"report.{TOOLS[script]}-rep", "summary.txt"]
-        assert "scan, leaves" in (out / "summary.txt").read_text()
-        first, *_ = Path(shell["CALLS"]).read_text().splitlines()
-        fixed = " graphs=compiled repeats=1" if script == "ncu.sh" else ""
-        for text in [*wanted, f"{PROFILING / 'session.py'} model=tiny out={out}{fixed}"]:
-            assert text in first
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("nsys.sh", ["out=/nowhere/x"], "nsys is not on the PATH"),
+        ("nsys.sh", ["model=tiny"], "out is missing"),
+        ("nsys.sh", ["out=/nowhere/x", "trace=true"], "two profilers cannot watch one process"),
+        ("ncu.sh", ["out=/nowhere/x", "graphs=captured"], "graphs= is fixed here"),
+        ("ncu.sh", ["--count", "0", "out=/nowhere/x"], "--count 0: not numbers of launches"),
+        ("ncu.sh", ["--kernel", "x"], "--kernel is not an option"),
+    ],
+)
+def test_wrong_options_of_a_script(script: str, words: list[str], message: str) -> None:
+    done = call(script, *words, env={**os.environ, "PATH": "/usr/bin:/bin"})
+    assert (done.returncode, done.stderr.count("\n"), message in done.stderr) == (2, 1, True)
 
-    @pytest.mark.parametrize("script", TOOLS)
-    def test_a_session_that_fails_gives_its_code_and_leaves_no_report(
-        self, script: str, shell: dict[str, str], tmp_path: Path
-    ) -> None:
-        done = self.call(script, f"out={tmp_path / 'out'}", env={**shell, "FAIL": "7"})
-        assert done.returncode == 7
-        assert list((tmp_path / "out").iterdir()) == []
 
-    @pytest.mark.parametrize(
-        ("script", "words", "message"),
-        [
-            ("nsys.sh", ["out=/nowhere/x"], "nsys is not on the PATH"),
-            ("nsys.sh", ["model=tiny"], "out is missing"),
-            ("nsys.sh", ["out=/nowhere/x", "trace=true"], "two profilers cannot watch one process"),
-            ("ncu.sh", ["out=/nowhere/x", "graphs=captured"], "graphs= is fixed here"),
-            ("ncu.sh", ["--count", "0", "out=/nowhere/x"], "--count 0: not numbers of launches"),
-            ("ncu.sh", ["--kernels"], "--kernels needs a value"),
-            ("ncu.sh", ["--kernel", "x"], "--kernel is not an option"),
-        ],
-    )
-    def test_wrong_options(self, script: str, words: list[str], message: str) -> None:
-        done = self.call(script, *words, env={**os.environ, "PATH": "/usr/bin:/bin"})
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert message in done.stderr
+def call(script: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROFILING / script, *words], env=env, capture_output=True, text=True, check=False)
