@@ -36,7 +36,7 @@ GROWING = (BASE, REFERENCE, "batched", "levels_one", "transformers/fla/forked", 
 # Of each cell, for all candidates; memory of a few says nothing about that of all.
 QUANTITIES: dict[str, Callable[[Cell], float | None]] = {
     "latency, ms": lambda cell: statistics.median(cell.whole_ms),
-    "tokens processed": lambda cell: sum(cell.rows.values()) * cell.candidates / cell.candidates_run,
+    "tokens processed": lambda cell: cell.num_rows * cell.candidates / cell.candidates_run,
     "peak memory above weights, MiB": lambda cell: cell.peak_bytes / 2**20 if cell.peak_bytes and cell.whole else None,
 }
 Panels = dict[tuple[int, str], dict[str, list[tuple[float, float, bool]]]]

@@ -83,6 +83,10 @@ class Cell(_Line):
         return self.ran and self.pass_number != FEASIBILITY
 
     @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
+
+    @property
     def whole_ms(self) -> list[float]:
         """Samples for all candidates, from the share of them that was run."""
         return [ms * self.candidates / self.candidates_run for ms in self.samples_ms]

@@ -199,13 +199,13 @@ class Comparison:
         cells = [cell for cell in self.journal.cells.values() if cell.ran and cell.pass_number == FEASIBILITY]
         self.rates.clear()
         for cell in cells:
-            rate = (cell.seconds - cell.capture_seconds) / sum(cell.rows.values())
+            rate = (cell.seconds - cell.capture_seconds) / cell.num_rows
             self.rates[cell.arm] = min(self.rates.get(cell.arm, float("inf")), rate)
         self.promised = (len(PASSES) - 1) * sum(map(self._again, cells))
 
     def _again(self, cell: Cell) -> float:
         """Seconds of a measured cell of the arm and request of `cell`, which is one of the excluded pass."""
-        once = min(cell.seconds - cell.capture_seconds, _SLACK * self.rates[cell.arm] * sum(cell.rows.values()))
+        once = min(cell.seconds - cell.capture_seconds, _SLACK * self.rates[cell.arm] * cell.num_rows)
         once *= self._share(cell)
         return once * min(self.config.samples, 1 + ENOUGH_MS / 1e3 / once)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from comparison.gates import Verdict, by_request, mean_ms
-from comparison.journal import PASSES, RUN, Cell, Difference, Journal, RequestFacts
+from comparison.journal import PASSES, RUN, Cell, Difference, Journal, Preparation, RequestFacts
 from comparison.options import BASE, ENGINE_ARMS, PLAIN, REFERENCE, SHOWN_ALONE, CompareConfig, GatesConfig
 from engine.config import RANDOM
 from engine.load.checkpoint import RANDOM_NOTE
@@ -107,11 +107,12 @@ def _differences(differences: Iterable[Difference], limits: GatesConfig) -> list
 def _times(title: str, members: Sequence[RequestFacts], cells: dict[str, list[Cell]], arms: Sequence[str]) -> list[str]:
     """A line for each arm over the requests it was measured on."""
     gemm = {one.request: one.gemm_only_us for one in members}
+    counts = ("candidates", "questions", "logical_tokens", "unique_rows", "prefix_tokens")
+    candidates, questions, tokens, unique, shared = (sum(getattr(one, name) for one in members) for name in counts)
+    tokenise_ms = sum(one.tokenise_ms for one in members)
     text = (
-        f"{len(members)} requests, {sum(one.candidates for one in members):,} candidates of "
-        f"{sum(one.questions for one in members)} questions, {sum(one.logical_tokens for one in members):,} tokens, "
-        f"{sum(one.unique_rows for one in members):,} of them unique, {sum(one.prefix_tokens for one in members):,} "
-        f"shared by all; read and tokenised in {sum(one.tokenise_ms for one in members):.1f} ms, which no time holds."
+        f"{len(members)} requests, {candidates:,} candidates of {questions} questions, {tokens:,} tokens, {unique:,} "
+        f"of them unique, {shared:,} shared by all; read and tokenised in {tokenise_ms:.1f} ms, which no time holds."
     )
     if len(members) == 1 and members[0].gemm_only_us and members[0].roofline_us:
         text += f" GEMM-only {members[0].gemm_only_us / 1e3:,.2f} ms, its roofline {members[0].roofline_us / 1e3:,.2f}."
@@ -133,12 +134,12 @@ def _times(title: str, members: Sequence[RequestFacts], cells: dict[str, list[Ce
         rows.append(
             (
                 arm,
-                f"{_sum(last, 'candidates_run')} of {_sum(last, 'candidates')}",
+                f"{sum(c.candidates_run for c in last.values()):,} of {sum(c.candidates for c in last.values()):,}",
                 f"{about}{statistics.mean(means.values()):,.2f}",
                 f"{about}{statistics.median([ms for cell in own if cell.measured for ms in cell.whole_ms]):,.2f}",
                 f"{about}{statistics.geometric_mean(over):.2f}" if over else "-",
                 f"{about}{sum(alone.values()) / sum(means[r] for r in alone):.2f}" if alone else "-",
-                f"{sum(sum(cell.rows.values()) for cell in last.values()):,}/{_sum(last, 'logical_tokens')}",
+                f"{sum(cell.num_rows for cell in last.values()):,}/{sum(c.logical_tokens for c in last.values()):,}",
                 f"{sum(sum(cell.passes.values()) for cell in last.values())}",
                 f"{max(peaks) / 2**20:,.0f}" if peaks else "-",
                 " + ".join(f"{size / 2**20:,.0f}" for size in sizes) or "-",
@@ -148,22 +149,16 @@ def _times(title: str, members: Sequence[RequestFacts], cells: dict[str, list[Ce
     return [f"## {title}", text, *table((*headers, "snap+scratch"), rows)]
 
 
-def _sum(cells: dict[str, Cell], field: str) -> str:
-    return f"{sum(getattr(cell, field) for cell in cells.values()):,}"
-
-
 def _preparations(journal: Journal, arms: Sequence[str]) -> list[str]:
     rows = []
     for arm in arms:
-        prepared, own = journal.preparations.get(arm), [cell for cell in journal.cells.values() if cell.arm == arm]
-        options = " ".join(f"{k}={v}" for k, v in ENGINE_ARMS.get(arm, {}).items())
-        reasons = [cell.status for cell in own if not cell.ran]
-        if prepared is not None and prepared.status != RUN:
-            reasons.append(prepared.status)
+        prepared = journal.preparations.get(arm, Preparation(arm=arm, status=RUN))
+        own = [cell for cell in journal.cells.values() if cell.arm == arm]
+        reasons = [status for status in (*(cell.status for cell in own), prepared.status) if status != RUN]
         rows.append(
             (
-                f"{arm} ({options})" if options else arm,
-                "-" if prepared is None else f"{prepared.seconds:.1f}",
+                " ".join([arm, *(f"{k}={v}" for k, v in ENGINE_ARMS.get(arm, {}).items())]),
+                f"{prepared.seconds:.1f}",
                 f"{sum(cell.capture_seconds for cell in own):.1f}",
                 f"{sum(cell.retaken for cell in own)}",
                 " / ".join(f"{sum(cell.ran and cell.pass_number == n for cell in own)}" for n in PASSES),

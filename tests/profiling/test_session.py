@@ -90,7 +90,6 @@ class TestSession:
         (tmp_path / "config.yaml").touch()
         for out, message in {
             None: "out is missing; name a folder",
-            Path("/dev/null/x"): "out=/dev/null/x: Not a directory",
             tmp_path: "holds an earlier session; name another folder",
         }.items():
             with pytest.raises(ConfigError, match=message):
