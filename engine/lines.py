@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.cli import config_file, config_text, readable, write_whole
+from engine.cli import config_file, config_text, readable, to_json, write_whole
 from engine.config import EngineConfig, ScoreConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, ForkgraphError, RequestError
@@ -44,7 +44,7 @@ def score_lines(config: ScoreConfig, *, load: Load, stdout: TextIO, stderr: Text
                 if number in done:
                     continue
                 row = score_line(number, line, engine)
-                rows.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+                rows.write(to_json(row) + "\n")
                 rows.flush()
                 failed += "error" in row
                 progress.advance(bar)

@@ -1,9 +1,8 @@
-"""`python -m engine.score`: answers to one request, or to a file with one request per line."""
+"""`forkgraph score`: answers to one request, or to a file with one request per line."""
 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -13,7 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli import config_file, config_text, console, read_request, run_command, write_whole
+from engine.cli import config_file, config_text, console, plain, read_request, run_command, to_json, write_whole
 from engine.config import EngineConfig, ScoreConfig, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError
@@ -53,7 +52,7 @@ def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, s
         response = engine.score(body).to_dict()
     console(stderr).print(f"request: {source}\n")
     console(stderr).print(summary(response))
-    text = json.dumps(response, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+    text = to_json(response, indent=2) + "\n"
     if config.out is None:
         stdout.write(text)
         stdout.flush()
@@ -70,7 +69,7 @@ def summary(response: dict[str, Any]) -> Group:
     for column in ("question", "type", "answer", "confidence", "probabilities"):
         table.add_column(column)
     for id, answer in response["answers"].items():
-        table.add_row(Text(id), answer["type"], *_cells(answer))
+        table.add_row(Text(plain(id)), answer["type"], *_cells(answer))
     metadata = response["metadata"]
     tokens, seconds = response["usage"]["input_tokens"], metadata["inference_seconds"]
     reused = metadata["prefix_cache"].get("reused_input_tokens", 0)
@@ -87,7 +86,7 @@ def _cells(answer: dict[str, Any]) -> tuple[Text, str, Text]:
     ranked = sorted(answer["probabilities"].items(), key=lambda entry: -entry[1])
     shown = "  ".join(f"{name} {p:.3f}" for name, p in ranked[:3]) + ("  ..." if len(ranked) > 3 else "")
     value = answer["choice"] if answer["type"] == "choice" else f"{answer['score']:.2f} of {len(ranked) - 1}"
-    return Text(value), f"{answer['confidence']:.3f}", Text(shown)
+    return Text(plain(value)), f"{answer['confidence']:.3f}", Text(plain(shown))
 
 
 if __name__ == "__main__":

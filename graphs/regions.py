@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
+from itertools import count
 from types import FunctionType
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 Region = Callable[..., Any]
+
+_numbers = count()
 
 _OF_THE_PROCESS = frozenset(
     ("GLOBAL_STATE", "GRAD_MODE", "DEFAULT_DEVICE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE",
@@ -29,9 +32,11 @@ def compiled(forward: FunctionType, key: Hashable) -> Region:
     """`forward` as one full graph, shared by every module of the process that has this forward and this `key`.
 
     The key names what differs between models but not between the layers of one (dimensions, dtype, GEMM handle).
-    Each key gets a code object of its own, since that is what the compiler counts recompilations by.
+    Each key gets a code object of its own, since that is what the compiler counts recompilations by, under a name of
+    its own, since by name and line it remembers sizes: one that differs between two regions would be made dynamic.
     """
-    own = FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__)
+    code = forward.__code__.replace(co_name=f"{forward.__name__}_{next(_numbers)}")
+    own = FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
     return torch.compile(own, fullgraph=True, options={"guard_filter_fn": _kept})
 
 

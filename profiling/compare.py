@@ -24,13 +24,13 @@ from comparison.journal import Journal
 from comparison.loop import Comparison, scalar_head, unfinished
 from comparison.options import CompareConfig
 from comparison.report import page
-from measure import ROOT, environment
+from record import ROOT, environment
 from workloads import Workload, workloads
 
 from engine.cli import run_command, write_whole
-from engine.config import EngineConfig, nearest, resolve
+from engine.config import EngineConfig, resolve
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, nearest
 from engine.lines import Load
 
 

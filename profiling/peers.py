@@ -28,7 +28,7 @@ from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import AttentionWeights, Weights
 from engine.plan.layout import build_layout
 from engine.prompt import Prompt
-from ops.tables import CONV_HISTORY
+from ops.sizes import CONV_HISTORY
 
 PATHS = ("torch", "fla")
 """The delta rule of transformers: its own torch code, or flash-linear-attention's kernels."""

@@ -17,8 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engine.config import nearest
-from engine.errors import ConfigError
+from engine.errors import ConfigError, nearest
 
 SETS = ("m1", "m2", "m3", "m4", "m5")
 FOLDER = Path(__file__).with_name("workloads")

@@ -6,6 +6,8 @@ of a plan and valid until it ends.
 
 from __future__ import annotations
 
+import logging
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InferenceError
+from engine.load.environment import explain_failure
 from engine.plan.schedule import BufferSizes, Pass, Plan
 from engine.run.device import computing
 from engine.run.model import Backbone
@@ -24,6 +27,8 @@ from engine.statistics import Counters
 from graphs.capture import CapturedForwards, Forward, GraphKey
 from graphs.rungs import rung
 from ops.tables import MAX_SEGMENTS, TABLE_WORDS, SegmentEntry, fill
+
+logger = logging.getLogger("forkgraph")
 
 _BLOCKS = 64
 """Passes whose tables are copied together; bounds the pinned memory of `independent` runs."""
@@ -76,7 +81,8 @@ class Executor:
                 traceback.clear_frames(error.__traceback__)  # they hold what the failed pass had allocated
                 if isinstance(error, AssertionError):
                     raise
-                raise InferenceError(f"model inference failed: {type(error).__name__}: {error}") from error
+                told = explain_failure(error) or f"{type(error).__name__}: {error}"
+                raise InferenceError(f"model inference failed: {told}") from error
             order = torch.tensor([place for one in plan.passes for place in one.outputs], device="cpu")
             return torch.empty_like(hidden).index_copy_(0, order, hidden), counters
 
@@ -143,8 +149,9 @@ class Executor:
     ) -> None:
         """Run and capture these keys, largest first, over prompts of at most `longest` tokens, which the model has
         positions for."""
-        if self.captured is None:
+        if self.captured is None or not keys:
             return
+        start = time.perf_counter()
         for done, (rows, reads) in enumerate(sorted(keys, reverse=True), 1):
             with computing(self.device):
                 block = self._any_pass(rows, longest)
@@ -153,6 +160,8 @@ class Executor:
                 self.captured.capture(rows, reads, block)
             if progress is not None:
                 progress(done, len(keys))
+        mib, seconds = self.captured.bytes / 2**20, time.perf_counter() - start
+        logger.info("captured %d graphs in %.1f s; they take %.0f MiB beside their pool", len(keys), seconds, mib)
 
     def _any_pass(self, rows: int, longest: int) -> Tensor:
         """Tables of a pass of so many rows, as few segments as prompts of `longest` tokens allow, with one read."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from workloads import SETS
 
-from engine.config import EngineConfig, nearest
-from engine.errors import ConfigError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, nearest
 from engine.options import RunOptions
 
 BASE, REFERENCE, PLAIN = "base", "independent", "plain"
@@ -50,14 +50,19 @@ class GatesConfig:
     speedup: float = 2.0
     """At least so many times lower mean latency than `independent`, for every M1 request of the next two lines."""
     speedup_candidates: int = 8
+    """At least so many candidates."""
     speedup_prefix_tokens: int = 1_024
+    """Behind a prefix of at least so many tokens."""
     m4_slower: float = 0.03
     """At most this share slower than `independent` over M4, where nothing can be shared."""
     probability: float = 0.01
     """This and the next three are reported, not gated: base against plain forward."""
     head: float = 0.035
+    """As `probability`, for what the head gives."""
     hidden: float = 0.01
+    """As `probability`, for hidden states."""
     close_probability: float = 0.001
+    """As `probability`: how near two answers are that may change places."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -72,9 +77,11 @@ class CompareConfig(EngineConfig):
     out: str | None = None
     """Folder of the run; one that was stopped goes on. Without one a new temporary folder is made and named."""
     sets: list[str] = field(default_factory=lambda: ["m1"])
+    """Sets of requests, m1 to m5."""
     names: list[str] = field(default_factory=list)
     """Patterns of the requests that are run, such as m1/*x32; none for all of the sets."""
     arms: list[str] = field(default_factory=lambda: [BASE, REFERENCE])
+    """What is compared: ways of this engine, and peers over the same weights."""
     few: dict[str, int] = field(default_factory=dict)
     """Arm: candidates it is measured on at most, its time then stated for all; only arms that share nothing."""
     whole: list[str] = field(default_factory=lambda: [REFERENCE])

@@ -18,6 +18,7 @@ from tests.engine.crowd import Crowd, Questions, alone, requests
 pytestmark = pytest.mark.gpu
 
 SECONDS = 20.0
+WARMUP = [64, 128, 256, 512, 1_024, 2_048]
 Models = tuple[Engine, Engine]
 States = list[list[list[Tensor]]]
 """Of each model, request and candidate."""
@@ -32,8 +33,8 @@ def cache_dir() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def models(cache_dir: str) -> Iterator[Models]:
     with (
-        Engine.load(model="4b", checkpoint="random", gemm="fixed", cache_dir=cache_dir) as large,
-        Engine.load(model="tiny", gemm="fixed", cache_dir=cache_dir) as small,
+        Engine.load(model="4b", checkpoint="random", gemm="fixed", warmup=WARMUP, cache_dir=cache_dir) as large,
+        Engine.load(model="tiny", gemm="fixed", warmup=WARMUP, cache_dir=cache_dir) as small,
     ):
         yield large, small
 

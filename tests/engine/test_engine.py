@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from engine import Engine, Prompt, parse_request
@@ -273,15 +274,68 @@ def test_hidden_states_of_several_reads(engine: Engine) -> None:
         ([[[1, 2], [3, 4]]], r"prompts\[0\]: token ids must be a list of integers"),
         ([[[1], [2, 3]]], r"prompts\[0\]: token ids must be a list of integers"),
         ([Prompt(np.array([900], np.int32))], r"prompts\[0\]: a token id must be from 0 to 831 \(got 900\)"),
+        ([None], r"prompts\[0\]: token ids must be a list of integers: .*NoneType"),
+        ([3], r"prompts\[0\]: token ids must be a list of integers: .*int"),
+        (["ab"], r"prompts\[0\]: token ids must be a list of integers"),
+        ([{1: 2}], r"prompts\[0\]: token ids must be a list of integers"),
+        ([[2**70]], r"prompts\[0\]: token ids must be a list of integers"),
+        (None, r"prompts: must be a list of prompts, not NoneType"),
+        (5, r"prompts: must be a list of prompts, not int"),
+        ("text", r"prompts: must be a list of prompts, not str"),
+        (Prompt(np.array([1], np.int32)), r"prompts: must be a list of prompts, not Prompt"),
         ([[1] * 4_097], r"prompts\[0\]: Input length 4097 exceeds max_length=4096; no silent truncation"),
     ],
 )
-def test_wrong_token_ids_are_refused_before_any_forward(
+def test_d47_wrong_token_ids_are_refused_before_any_forward(
     engine: Engine, ran: list[tuple[int, int]], prompts: Any, text: str
 ) -> None:
     with pytest.raises(RequestError, match=text):
         engine.hidden_states(prompts)
     assert ran == []
+
+
+def test_d47_ids_of_any_integer_type_and_byte_order_are_taken(engine: Engine) -> None:
+    [expected] = engine.hidden_states([[1, 2, 3]])
+    for kind in (">i4", "<i8", ">u2", "u1"):
+        assert torch.equal(engine.hidden_states([np.array([1, 2, 3], kind)])[0], expected)  # type: ignore[list-item]
+    assert torch.equal(engine.hidden_states([torch.tensor([1, 2, 3])])[0], expected)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("reads", [(0.5,), (1.5, 2), (True,), (np.bool_(True),), ("1",), (None,), 1, None])
+def test_d47_reads_are_whole_numbers(reads: Any) -> None:
+    with pytest.raises(RequestError, match="reads: reads must be whole numbers, the positions of tokens"):
+        Prompt(np.array([1, 2, 3], np.int32), reads=reads)
+
+
+def test_d47_reads_may_be_integers_of_numpy() -> None:
+    ids = np.array([1, 2, 3], np.int32)
+    for reads in ((0, 2), [0, 2], np.array([0, 2]), (np.int64(0), np.uint8(2))):
+        prompt = Prompt(ids, reads=reads)  # type: ignore[arg-type]
+        assert prompt.reads == (0, 2)
+        assert {type(read) for read in prompt.reads} == {int}
+    for wrong in ((2, 0), (0, 3), (-1,), (1, 1)):
+        with pytest.raises(RequestError, match="reads must be ascending positions below the prompt's 3 tokens"):
+            Prompt(ids, reads=wrong)
+
+
+def test_d47_arguments_of_load_and_score_are_refused_by_name(engine: Engine) -> None:
+    for load, message in (
+        (lambda: Engine.load("tiny"), "config='tiny' is neither an EngineConfig nor a mapping"),  # type: ignore[arg-type]
+        (lambda: Engine.load(device=0), "device=0 is not the name of a device"),  # type: ignore[arg-type]
+        (lambda: Engine.load(tokens=None), "tokens=None is neither a TokensConfig"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load()
+    for request in ([SHORT, SHORT], None, Path("request.json")):
+        with pytest.raises(RequestError, match="a request must be one dict, or one JSON body as str or bytes"):
+            engine.score(request)  # type: ignore[arg-type]
+
+
+def test_d47_a_device_of_torch_and_mappings_of_options_load(engine: Engine) -> None:
+    config = OmegaConf.create({"cache_dir": cache_dir().name, "tokens": {"control": "plain"}})
+    with Engine.load(config, device=torch.device("cpu"), memory={"limit_gib": 1}) as other:
+        assert (other.config.device, other.config.memory.limit_gib) == ("cpu", 1)
+        assert answers(other.score(SHORT)) == answers(engine.score(SHORT))
 
 
 def test_a_forward_over_the_prompts_of_a_request_runs_what_its_answer_ran(engine: Engine) -> None:
@@ -301,8 +355,12 @@ def test_a_forward_over_the_prompts_of_a_request_runs_what_its_answer_ran(engine
 
 
 def test_a_forward_over_nothing_is_refused(engine: Engine) -> None:
-    for questions in ([], [[]], [[Prompt(np.array([1], np.int32))], []]):
-        with pytest.raises(RequestError, match="questions: there must be questions, and a candidate in each"):
+    for questions, text in (
+        ([], "questions: there must be at least one question"),
+        ([[]], r"questions\[0\]: there must be at least one prompt"),
+        ([[Prompt(np.array([1], np.int32))], []], r"questions\[1\]: there must be at least one prompt"),
+    ):
+        with pytest.raises(RequestError, match=text):
             engine.forward(questions)
     with pytest.raises(RequestError, match=r"questions\[1\]\[0\]: a token id must be from 0 to 831 \(got 900\)"):
         engine.forward([[Prompt(np.array([1], np.int32))], [Prompt(np.array([900], np.int32))]])

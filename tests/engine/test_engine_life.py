@@ -171,6 +171,17 @@ def test_a_fault_in_the_middle_is_typed_and_the_next_request_has_the_bits_of_a_f
     assert answers(engine.score(TICKET)) == fresh_answers
 
 
+def test_an_assertion_of_ours_is_not_dressed_up(
+    engine: Engine, fresh_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(Executor._forward, AssertionError("a slot was given out twice"), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_forward", fault.method())
+        with pytest.raises(AssertionError, match="a slot was given out twice"):
+            engine.score(TICKET)
+    assert answers(engine.score(TICKET)) == fresh_answers
+
+
 def test_buffers_that_did_not_get_their_memory_are_made_by_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded() as engine:
         expected = answers(engine.score(TICKET))

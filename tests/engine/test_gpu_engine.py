@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,3 +164,33 @@ def test_a_second_device_is_used_alone(cache_dir: str) -> None:
         assert (torch.cuda.memory_allocated(0), torch.cuda.memory_reserved(0)) == before
         assert torch.cuda.max_memory_allocated(0) == before[0]
     assert torch.cuda.current_device() == 0
+
+
+_LOST = """
+import sys, time
+import torch
+from engine import DeviceLostError, Engine
+options = dict(model="tiny", gemm="fixed", cache_dir=sys.argv[1])
+with Engine.load(**options) as engine, engine.like(schedule="levels") as beside:
+    engine.hidden_states([[1, 2, 3]])
+    fault = engine._client.submit(lambda: torch.zeros(4, device="cuda")[torch.tensor([10**6], device="cuda")].cpu())
+    waiting = beside._client.submit(lambda: 1)
+    told, start = 0, time.perf_counter()
+    for use in (fault.result, waiting.result, lambda: engine.hidden_states([[1]]), lambda: beside.settle(),
+                lambda: engine.like(split="aligned"), lambda: Engine.load(**options)):
+        try:
+            use()
+        except DeviceLostError as error:
+            told += "cuda:0 is lost to this process" in str(error)
+    print("told", told, "in time" if time.perf_counter() - start < 20 else "late")
+print("closed")
+"""
+
+
+def test_a_device_that_is_lost_is_said_at_once_and_for_ever(cache_dir: str) -> None:
+    """After an access outside memory no call of the process on that device succeeds; nobody waits for one either."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOST, cache_dir], capture_output=True, text=True, check=False, timeout=240,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["told 6 in time", "closed"], done.stderr[-2_000:]

@@ -10,6 +10,7 @@ from typing import Unpack, get_args, get_type_hints
 
 import pytest
 
+from engine.assembly import RUN_OPTIONS
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.options import EngineOptions, RunOptions
@@ -32,7 +33,7 @@ WIDER = {
 def test_the_options_of_a_call_are_the_fields_of_the_config() -> None:
     options = {name: hint.__forward_arg__ for name, hint in EngineOptions.__annotations__.items()}
     assert options == {f.name: WIDER.get(f.name, f.type) for f in fields(EngineConfig)}
-    assert set(RunOptions.__annotations__) < set(options)
+    assert set(RUN_OPTIONS) == set(RunOptions.__annotations__) < set(options)
     for method, kind in ((Engine.load, EngineOptions), (Engine.like, RunOptions)):
         assert get_type_hints(method)["options"] == Unpack[kind]
     assert get_args(get_type_hints(Engine.load)["options"]) == (EngineOptions,)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +167,30 @@ def test_tensors_may_lie_at_any_multiple_of_eight_bytes(tmp_path: Path, base: Pa
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt", "padding": "x" * padding})
     with loaded(base, dtype="bfloat16") as one, loaded(tmp_path, dtype="bfloat16") as other:
         assert torch.equal(our_states(one), our_states(other))
+
+
+@pytest.mark.parametrize("lora", ["merged", "unmerged"])
+def test_d36_weights_are_the_engines_own_and_no_file_stays_open(
+    tmp_path: Path, base: Path, package: Path, lora: str
+) -> None:
+    own_base, own_package = shutil.copytree(base, tmp_path / "base"), shutil.copytree(package, tmp_path / "package")
+    with loaded(own_package, base=str(own_base), dtype="bfloat16", lora=lora) as engine:
+        states, answers = our_states(engine), engine.score(REQUEST).answers
+        files = [*own_base.glob("*.safetensors"), *(own_package / "adapter").glob("*.safetensors")]
+        assert len(files) > 2
+        maps = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
+        for file in files:
+            assert str(file) not in maps
+            start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+            with file.open("r+b") as values:
+                values.seek(start)
+                values.write(bytes(file.stat().st_size - start))
+        assert torch.equal(our_states(engine), states)
+        assert engine.score(REQUEST).answers == answers
+        for file in files:
+            os.truncate(file, 0)  # a page of a mapped file that is no longer there is SIGBUS
+        assert torch.equal(our_states(engine), states)
+        assert engine.score(REQUEST).answers == answers
 
 
 # Explain and memory

@@ -26,7 +26,7 @@ from hydra import compose, initialize_config_module
 from workloads import Workload
 
 from engine import Engine
-from engine.cli import check_overrides, to_config
+from engine.cli import to_config
 from engine.config import MODELS, EngineConfig
 from engine.errors import CapacityError, ConfigError
 from engine.load.dimensions import ModelDimensions
@@ -332,10 +332,9 @@ class TestCell:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_size_has_its_settings(model: str) -> None:
     words = [f"model={model}", "names=[m1/256x2]"]
-    check_overrides([*words, "gates.speedup=3", "budget_minutes=1"], CompareConfig)
     with initialize_config_module("configs", version_base=None):
-        config = to_config(compose("compare", words), CompareConfig)
-    assert (config.model, config.names, config.gates) == (model, ["m1/256x2"], GatesConfig())
+        config = to_config(compose("compare", [*words, "gates.speedup=3", "budget_minutes=1"]), CompareConfig)
+    assert (config.model, config.names, config.gates) == (model, ["m1/256x2"], GatesConfig(speedup=3))
     assert {*config.few, *config.only} <= set(config.arms)
     if model != "tiny":
         assert set(config.arms) == set(ARMS)
