@@ -9,10 +9,7 @@ from typing import Any
 import plots
 import pytest
 from comparison.journal import Cell, Journal, RequestFacts
-from comparison.options import ARMS
-from plots import FAMILIES, GEMM_ONLY, GROWING
-
-from engine.errors import ConfigError
+from plots import GEMM_ONLY
 
 DESCRIBED = {
     "configuration": {"model": "9b", "checkpoint": "random", "dtype": "bfloat16"},
@@ -59,14 +56,6 @@ def test_a_panel_for_each_quantity_and_state_and_a_run_of_a_few_is_marked(folder
     assert list(found[1024, "latency, ms"]["base"]) == [(8, 10.5, False)]
 
 
-def test_every_arm_has_a_plot_and_can_be_told_apart() -> None:
-    assert {arm for arms in FAMILIES.values() for arm in arms} == {*ARMS, GEMM_ONLY}
-    for arms in (*FAMILIES.values(), GROWING):
-        others = [arm for arm in arms if arm in plots.ENGINE_ARMS and arm != "base"]
-        looks = [plots.looks(arm, others) for arm in arms]
-        assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(arms)
-
-
 def test_the_same_data_give_the_same_svg_and_other_folders_are_refused(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,6 +65,3 @@ def test_the_same_data_give_the_same_svg_and_other_folders_are_refused(
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
     assert plots.main([str(tmp_path)]) == 2
     assert "run.json: not of a comparison" in capsys.readouterr().err
-    Journal.begun(tmp_path / "out", DESCRIBED)
-    with pytest.raises(ConfigError, match="no request of M1 was measured"):
-        plots.plot(tmp_path / "out", tmp_path / "to")

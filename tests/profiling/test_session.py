@@ -1,14 +1,11 @@
-"""Profiling sessions on a CPU: the trace and what is kept beside it, and the scripts around the profilers."""
+"""Profiling sessions on a CPU: the trace and what is kept beside it; and the summary of Nsight Compute's page."""
 
 from __future__ import annotations
 
 import gzip
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,6 @@ from engine.errors import ConfigError
 from engine.run import ranges
 from tests.engine.engine_support import TICKET, cache_dir
 
-PROFILING = Path(session.__file__).parent
 NAMED = Workload(
     name="m1/ticket", body=TICKET, sha256="ab12", questions=3, candidates=6, logical_tokens=1, unique_tokens=1,
     shared_prefix=1, longest_prompt=1,
@@ -43,9 +39,9 @@ class TestSession:
         monkeypatch.setattr(session, "workload_named", lambda name: NAMED)
 
     @staticmethod
-    def run(folder: Path | None, load: Any = Engine.load, **options: Any) -> int:
-        made = {"device": "cpu", "cache_dir": cache_dir().name, "out": folder and str(folder), **options}
-        return session.session(SessionConfig(**made), load=load, stderr=io.StringIO())
+    def run(folder: Path, **options: Any) -> int:
+        made = {"device": "cpu", "cache_dir": cache_dir().name, "out": str(folder), **options}
+        return session.session(SessionConfig(**made), load=Engine.load, stderr=io.StringIO())
 
     def test_the_trace_has_one_run_with_its_ranges_and_no_shapes(self, tmp_path: Path) -> None:
         out = tmp_path / "new" / "out"
@@ -86,123 +82,48 @@ class TestSession:
         self.run(tmp_path, repeats=2)
         assert order == [*["warm-up"] * 2, "wait", "start", *["m1/ticket"] * 2, "wait", "stop"]
 
-    def test_a_folder_that_cannot_be_used_is_refused_before_loading(self, tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").touch()
-        for out, message in {
-            None: "out is missing; name a folder",
-            tmp_path: "holds an earlier session; name another folder",
-        }.items():
-            with pytest.raises(ConfigError, match=message):
-                self.run(out, pytest.fail)
 
-
-def test_options() -> None:
-    with pytest.raises(ConfigError, match="repeats=0 is not a whole number of at least 1"):
-        SessionConfig(repeats=0)
+def test_options(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for out, message in ((None, "out is missing"), (str(tmp_path), "holds an earlier session; name another folder")):
+        with pytest.raises(ConfigError, match=message):
+            session.session(SessionConfig(device="cpu", out=out), load=pytest.fail, stderr=io.StringIO())  # type: ignore[arg-type]
     with initialize_config_module("configs", version_base=None):
         composed = compose("session")
     assert OmegaConf.to_container(composed) == OmegaConf.to_container(OmegaConf.structured(SessionConfig))
     assert session.workload_named(SessionConfig().workload).candidates == 32
 
 
+SPEED, LAUNCH = "GPU Speed Of Light Throughput", "Launch Statistics"
+
+
 def launch(id: int, kernel: str, us: float, *, sm: float = 50, static: int = 0) -> str:
-    """The lines of one launch, as the tool writes them; every second metric is one that the summary passes over."""
-    speed, occupancy, statistics = "GPU Speed Of Light Throughput", "Occupancy", "Launch Statistics"
+    """The lines of one launch, as the tool writes them, with some that the summary passes over."""
     metrics = [
-        (speed, "DRAM Frequency", "hz", "3,200,000,000"), (speed, "Duration", "ns", f"{us * 1000:,.0f}"),
-        (speed, "Compute (SM) Throughput", "%", f"{sm:.2f}"), (speed, "Memory Throughput", "%", "71.00"),
-        (speed, "DRAM Throughput", "%", "40.00"), ("Memory Workload Analysis", "Memory Throughput", "byte/s", "9,999"),
-        (occupancy, "Achieved Occupancy", "%", "24.50"), (occupancy, "Theoretical Occupancy", "%", "25.00"),
-        (statistics, "Registers Per Thread", "register/thread", "128"),
-        (statistics, "Static Shared Memory Per Block", "byte/block", f"{static:,}"),
-        (statistics, "Dynamic Shared Memory Per Block", "byte/block", "65,536"),
+        (SPEED, "DRAM Frequency", "hz", "3,200,000,000"), (SPEED, "Duration", "ns", f"{us * 1000:,.0f}"),
+        (SPEED, "Compute (SM) Throughput", "%", f"{sm:.2f}"), (SPEED, "Memory Throughput", "%", "71.00"),
+        (SPEED, "DRAM Throughput", "%", "40.00"), ("Memory Workload Analysis", "Memory Throughput", "byte/s", "9,999"),
+        ("Occupancy", "Achieved Occupancy", "%", "24.50"), (LAUNCH, "Registers Per Thread", "register/thread", "128"),
+        (LAUNCH, "Static Shared Memory Per Block", "byte/block", f"{static:,}"),
+        (LAUNCH, "Dynamic Shared Memory Per Block", "byte/block", "65,536"),
     ]  # fmt: skip
     return "".join(f'"{id}","77","{kernel}","{s}","{m}","{u}","{v}"\n' for s, m, u, v in metrics)
 
 
-@pytest.fixture
-def metrics(tmp_path: Path) -> Path:
+def test_launches_of_a_name_are_one_line_weighted_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.csv"
     header = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"\n'
     launches = [launch(0, "scan, leaves", 1, sm=20), launch(1, "gemm", 300), launch(2, "scan, leaves", 3, sm=60)]
     path.write_text("==WARNING== a word first\n" + header + "".join(launches) + launch(3, "gemm", 100, static=1024))
-    return path
-
-
-def test_launches_of_a_name_are_one_line_weighted_by_time(metrics: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert ncu_summary.main(str(metrics)) == 0
+    assert ncu_summary.main(str(path)) == 0
     head, *lines = (re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
     assert head == list(ncu_summary.HEADERS)
     assert lines == [
         ["gemm", "2", "400.0", "200.0", "99.0", "50.0", "40.0", "24.5", "128", "65.0"],
         ["scan, leaves", "2", "4.0", "2.0", "1.0", "50.0", "40.0", "24.5", "128", "64.0"],
     ]
-
-
-@pytest.mark.parametrize("change", [("Section Name", "Rule"), ('"ns"', '"cycle"'), ('"24.50"', '"n/a"'), ('"ID"', "")])
-def test_other_metrics_are_refused_in_one_line(
-    metrics: Path, capsys: pytest.CaptureFixture[str], change: tuple[str, str]
-) -> None:
-    metrics.write_text(metrics.read_text().replace(*change))
-    assert ncu_summary.main(str(metrics)) == 2
-    captured = capsys.readouterr()
-    assert ("not a details page" in captured.err, captured.err.count("\n"), captured.out) == (True, 1, "")
-
-
-# A stand-in for both tools. Profiling writes the report named in its options; reading one prints the file in $TABLE.
-TOOL = """#!/usr/bin/env bash
-echo "$(basename "$0") $*" >>"$CALLS"
-[ "$1" != stats ] && [ "$1" != --import ] || { cat "$TABLE"; exit; }
-[ -z "${FAIL:-}" ] || exit "$FAIL"
-for word in "$@"; do
-    case $word in --output=*) echo bits >"${word#*=}" ;; *.ncu-rep) echo bits >"$word" ;; esac
-done
-"""
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "wanted"),
-    [
-        ("nsys.sh", [], ["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi", "session.py model=tiny out="]),
-        ("ncu.sh", ["--kernels", "a|b", "--skip", "5"], ["--profile-from-start off", "--launch-skip 5 --launch-count",
-            "--kernel-name regex:a|b", "graphs=compiled repeats=1"]),
-    ],
-)  # fmt: skip
-def test_a_script_leaves_a_report_its_summary_and_nothing_else(
-    script: str, words: list[str], wanted: list[str], metrics: Path, tmp_path: Path
-) -> None:
-    tools, out, tool = tmp_path / "bin", tmp_path / "a folder", script.removesuffix(".sh")
-    tools.mkdir()
-    (tools / tool).write_text(TOOL)
-    (tools / tool).chmod(0o755)
-    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    env |= {"CALLS": str(tmp_path / "calls"), "TABLE": str(metrics)}
-    assert call(script, f"out={out}", env=env | {"FAIL": "7"}).returncode == 7
-    assert list(out.iterdir()) == []
-    done = call(script, *words, "model=tiny", f"out={out}", env=env)
-    assert done.returncode == 0, done.stderr
-    extra = ["metrics.csv"] if script == "ncu.sh" else []
-    assert sorted(path.name for path in out.iterdir()) == [*extra, f"report.{tool}-rep", "summary.txt"]
-    assert "scan, leaves" in (out / "summary.txt").read_text()
-    profiled = (tmp_path / "calls").read_text().splitlines()[1]
-    assert [text for text in wanted if text not in profiled] == []
-
-
-@pytest.mark.parametrize(
-    ("script", "words", "message"),
-    [
-        ("nsys.sh", ["out=/nowhere/x"], "nsys is not on the PATH"),
-        ("nsys.sh", ["model=tiny"], "out is missing"),
-        ("nsys.sh", ["out=/nowhere/x", "trace=true"], "two profilers cannot watch one process"),
-        ("ncu.sh", ["out=/nowhere/x", "graphs=captured"], "graphs= is fixed here"),
-        ("ncu.sh", ["--count", "0", "out=/nowhere/x"], "--count 0: not numbers of launches"),
-        ("ncu.sh", ["--kernel", "x"], "--kernel is not an option"),
-    ],
-)
-def test_wrong_options_of_a_script(script: str, words: list[str], message: str) -> None:
-    done = call(script, *words, env={**os.environ, "PATH": "/usr/bin:/bin"})
-    assert (done.returncode, done.stderr.count("\n"), message in done.stderr) == (2, 1, True)
-
-
-def call(script: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROFILING / script, *words], env=env, capture_output=True, text=True, check=False)
+    for change in (("Section Name", "Rule"), ('"ns"', '"cycle"'), ('"24.50"', '"n/a"'), ('"ID"', "")):
+        other = tmp_path / "other.csv"
+        other.write_text(path.read_text().replace(*change))
+        assert ncu_summary.main(str(other)) == 2
+        assert "not a details page" in capsys.readouterr().err
