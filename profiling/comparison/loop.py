@@ -230,7 +230,7 @@ class Comparison:
             for cell in cells:
                 if cell is not None and cell.arm not in self.states:  # it ran in an earlier start
                     few = first_candidates(questions, cell.candidates_run)
-                    self.states[cell.arm] = self.arms[cell.arm].forward(few).hidden
+                    self.states[cell.arm] = _timed(self.arms[cell.arm], few)[0].hidden
             close = self.config.gates.close_probability
             self.journal.add(gates.difference(facts, request, self.states, pair, head, close))
 

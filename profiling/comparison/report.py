@@ -80,19 +80,12 @@ def _differences(differences: Iterable[Difference], limits: GatesConfig) -> list
     rows = []
     for (pair, name), members in sorted(groups.items()):
         hidden = [distance for one in members for distance in one.hidden]
-        rows.append(
-            (
-                pair,
-                name,
-                f"{sum(one.decisions_equal for one in members):,} of {sum(one.decisions for one in members):,}",
-                f"{max(one.probability for one in members):.4f}",
-                f"{sum(one.probabilities_close for one in members):,} of {sum(one.probabilities for one in members):,}",
-                f"{max(one.head for one in members):.4f}",
-                f"{statistics.median(hidden):.1e}",
-                f"{max(hidden):.1e}",
-                f"{sum(one.identical for one in members):,} of {len(hidden):,}",
-            )
-        )
+        equal = f"{sum(one.decisions_equal for one in members):,} of {sum(one.decisions for one in members):,}"
+        close = f"{sum(one.probabilities_close for one in members):,} of {sum(one.probabilities for one in members):,}"
+        apart, head = (max(getattr(one, field) for one in members) for field in ("probability", "head"))
+        same = f"{sum(one.identical for one in members):,} of {len(hidden):,}"
+        spread = (f"{statistics.median(hidden):.1e}", f"{max(hidden):.1e}")
+        rows.append((pair, name, equal, f"{apart:.4f}", close, f"{head:.4f}", *spread, same))
     text = (
         f"`{PLAIN}` is today's forward: the library's own products, every candidate alone. Its rounding differs from "
         "the base's by the products, not by sharing. "
@@ -155,15 +148,10 @@ def _preparations(journal: Journal, arms: Sequence[str]) -> list[str]:
         prepared = journal.preparations.get(arm, Preparation(arm=arm, status=RUN))
         own = [cell for cell in journal.cells.values() if cell.arm == arm]
         reasons = [status for status in (*(cell.status for cell in own), prepared.status) if status != RUN]
-        rows.append(
-            (
-                " ".join([arm, *(f"{k}={v}" for k, v in ENGINE_ARMS.get(arm, {}).items())]),
-                f"{prepared.seconds:.1f}",
-                f"{sum(cell.capture_seconds for cell in own):.1f}",
-                f"{sum(cell.retaken for cell in own)}",
-                " / ".join(f"{sum(cell.ran and cell.pass_number == n for cell in own)}" for n in PASSES),
-                "; ".join(f"{text} ({reasons.count(text)})" for text in dict.fromkeys(reasons)) or "-",
-            )
-        )
+        name = " ".join([arm, *(f"{k}={v}" for k, v in ENGINE_ARMS.get(arm, {}).items())])
+        captures, retaken = sum(cell.capture_seconds for cell in own), sum(cell.retaken for cell in own)
+        ran = " / ".join(f"{sum(cell.ran and cell.pass_number == n for cell in own)}" for n in PASSES)
+        why = "; ".join(f"{text} ({reasons.count(text)})" for text in dict.fromkeys(reasons)) or "-"
+        rows.append((name, f"{prepared.seconds:.1f}", f"{captures:.1f}", f"{retaken}", ran, why))
     headers = ("arm", "ready s", "captures s", "retaken", "cells by pass", "cells not run")
     return ["## Before and beside the measurements", *table(headers, rows)]

@@ -258,67 +258,62 @@ class TestGates:
 
 
 class Capturing:
-    """An arm that captures behind its first forwards, as engines and peers do on a GPU."""
+    """An arm that captures behind its first forward, as engines and peers do on a GPU."""
 
-    name, held_bytes = "base", 0
-
-    def __init__(self, captures: int) -> None:
-        self.captures, self.forwards = captures, 0
+    name, held_bytes, forwards = "base", 0, 0
 
     def forward(self, questions: arms.Questions) -> arms.Outcome:
         self.forwards += 1
         return arms.Outcome(hidden=torch.ones(sum(map(len, questions)), 4), rows={"branch": 1})
 
     def settle(self) -> float:
-        return self.forwards / 2 if self.forwards <= self.captures else 0.0
+        return 0.5 if self.forwards == 1 else 0.0
 
 
-class TestCell:
-    def cell(self, folder: Path, arm: Any, number: int, *, warm: bool = True, **forecast: Any) -> Cell:
-        comparison = self.comparison = loop.Comparison(
-            config=CompareConfig(device="cpu", budget_minutes=1), owner=owner(), journal=Journal.begun(folder, {}),
-            began=time.perf_counter(), workloads=WORKLOADS, report=print, **forecast,
-        )  # fmt: skip
-        questions = owner().prompts(SHARED)
-        if warm:  # as a cell of an earlier pass leaves it
-            comparison.warm.add(("m1/two", arm.name))
-        facts = comparison._facts(WORKLOADS[0], questions).model_copy(update={"unique_rows": 100})
-        return comparison._cell(number, facts, questions, arm)
-
-    @pytest.mark.parametrize(("captures", "retaken", "forwards"), [(0, 0, 1), (1, 1, 2), (9, 2, 3)])
-    def test_a_forward_beside_a_capture_is_taken_again_but_not_for_ever(
-        self, tmp_path: Path, captures: int, retaken: int, forwards: int
-    ) -> None:
-        measured = self.cell(tmp_path / "a", Capturing(captures), number=1)
-        assert (measured.retaken, len(measured.samples_ms)) == (retaken, 1)
-        assert measured.capture_seconds == sum(n / 2 for n in range(1, forwards + 1) if n <= captures)
-        first = self.cell(tmp_path / "b", Capturing(captures), number=0)
-        assert (first.retaken, len(first.samples_ms)) == (0, 1), "the excluded pass takes one forward with its captures"
-
-    @pytest.mark.parametrize(("warm", "forwards"), [(True, 1), (False, 2)])
-    def test_the_first_cell_of_a_start_is_not_measured_cold(self, tmp_path: Path, warm: bool, forwards: int) -> None:
-        arm = Capturing(0)
-        assert len(self.cell(tmp_path / "out", arm, number=2, warm=warm).samples_ms) == 1
-        assert arm.forwards == forwards
-
-    def test_nothing_is_begun_that_there_is_no_time_to_measure(self, tmp_path: Path) -> None:
-        """100 rows would fit once, not three times, beside what was promised; a minute is left."""
-        for name, rate, status in (("a", 0.07, "run"), ("b", 0.09, "not run: budget")):
-            assert self.cell(tmp_path / name, Capturing(0), 0, promised=35.0, rates={"base": rate}).status == status
-        spent = Run(tmp_path / "spent", arms=TWO, budget_minutes=1e-6)
-        assert (spent.code, {cell.status for cell in spent.cells}) == (0, {"not run: budget"})
-        assert ("not run: budget (6)" in spent.summary, "passed" in spent.summary) == (True, False)
-
-    def test_what_compiled_once_is_not_expected_again_and_earlier_starts_count(self, tmp_path: Path) -> None:
-        self.cell(tmp_path / "out", Capturing(0), number=0)
-        journal = self.comparison.journal
+class TestBudget:
+    @pytest.fixture
+    def comparison(self, tmp_path: Path) -> loop.Comparison:
+        """With a minute of budget, and an excluded pass so far in which the first cell compiled."""
+        journal = Journal.begun(tmp_path / "out", {})
         for request, seconds in (("a", 40.0), ("b", 2.0)):
             journal.add(CELL.model_copy(update={"request": request, "capture_seconds": 1.0, "seconds": seconds}))
-        self.comparison._forecast()
-        assert self.comparison.rates == {"base": 0.01}
-        assert self.comparison.promised == pytest.approx(2 * (2 * 1.0 + 1.0))
         journal.add(Preparation(arm="base", status="run", seconds=1.5))
-        assert Journal(journal.folder).earlier_seconds == 43.5
+        return loop.Comparison(
+            config=CompareConfig(device="cpu", budget_minutes=1), owner=owner(), journal=Journal(journal.folder),
+            began=time.perf_counter(), workloads=WORKLOADS, report=print,
+        )  # fmt: skip
+
+    def test_what_compiled_once_is_not_expected_again_and_earlier_starts_count(
+        self, comparison: loop.Comparison
+    ) -> None:
+        comparison._forecast()
+        assert comparison.rates == {"base": 0.01}
+        assert comparison.promised == pytest.approx(2 * (2 * 1.0 + 1.0))
+        assert comparison.left_seconds == pytest.approx(60 - 43.5, abs=1)
+
+    @pytest.mark.parametrize(("rate", "status"), [(0.02, "run"), (0.05, "not run: budget")])
+    def test_nothing_is_begun_that_there_is_no_time_to_measure(
+        self, comparison: loop.Comparison, rate: float, status: str
+    ) -> None:
+        """100 rows would fit once, not three times, beside the six seconds that were promised."""
+        comparison.promised, comparison.rates, questions = 6.0, {"base": rate}, owner().prompts(SHARED)
+        facts = comparison._facts(WORKLOADS[0], questions).model_copy(update={"unique_rows": 100})
+        arm: Any = Capturing()
+        assert comparison._cell(0, facts, questions, arm).status == status
+
+    def test_a_sample_beside_a_capture_is_taken_again(self, comparison: loop.Comparison) -> None:
+        questions = owner().prompts(SHARED)
+        facts = comparison._facts(WORKLOADS[0], questions)
+        comparison.warm.add(("m1/two", "base"))
+        for number, found in ((0, (0, 1, 1)), (1, (1, 1, 2))):
+            arm: Any = Capturing()
+            cell = comparison._cell(number, facts, questions, arm)
+            assert (cell.retaken, len(cell.samples_ms), arm.forwards, cell.capture_seconds) == (*found, 0.5)
+
+    def test_a_spent_budget_leaves_everything_out_and_says_so(self, tmp_path: Path) -> None:
+        spent = Run(tmp_path / "out", arms=TWO, budget_minutes=1e-6)
+        assert (spent.code, {cell.status for cell in spent.cells}) == (0, {"not run: budget"})
+        assert ("not run: budget (6)" in spent.summary, "passed" in spent.summary) == (True, False)
 
 
 @pytest.mark.parametrize("model", MODELS)
