@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
@@ -28,6 +28,8 @@ from rich.console import Console
 
 from engine.config import EngineConfig, nearest
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
+from engine.output import refuse_shared
+from graphs.files import replace_file
 
 EXAMPLE = "configs/requests/support_ticket.json"
 """The request that commands take when none is given."""
@@ -35,40 +37,54 @@ EXAMPLE = "configs/requests/support_ticket.json"
 Config = TypeVar("Config", bound=EngineConfig)
 
 # Settings of Hydra whose members are anybody's.
-_FREE_FORM = tuple(
-    f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper", "job.env_set")
-)
+_FREE_FORM = tuple(f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper"))
 
 
 def run_command(name: str, config_class: type[Config], job: Callable[[Config], int]) -> int:
-    """Run `job` with the options in `sys.argv`, several times with `-m`; the exit code of the process.
+    """Run `job` with the options in `sys.argv`, several times with `-m` once all of them are known to be right and to
+    write different files; the exit code of the process.
 
     `configs/NAME.yaml` is the root. What a user can mend is one line on standard error and code 2; a job's own code
     is passed on, the highest of them with `-m`; Ctrl-C gives 130. Anything else is a bug and keeps its traceback.
     """
-    codes: list[int] = []
+    jobs: list[tuple[str, Config]] = []
+    wrong: list[ConfigError] = []
 
     @hydra.main(version_base=None, config_path="../configs", config_name=name)
-    def task(options: DictConfig) -> None:
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            print(f"--- {' '.join(HydraConfig.get().overrides.task)}", file=sys.stderr)
+    def compose(options: DictConfig) -> None:
+        swept = HydraConfig.get().mode is RunMode.MULTIRUN
+        title = f"--- {' '.join(HydraConfig.get().overrides.task)}" if swept else ""
         try:
-            codes.append(job(to_config(options, config_class)))
-        except (ForkgraphError, OSError) as error:  # reported here, so that a sweep goes on with its next job
-            codes.append(_report(name, error))
+            jobs.append((title, to_config(options, config_class)))
+        except ConfigError as error:  # raised later: Hydra would put a line of its own before it
+            wrong.append(error)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving with code 1
     try:
-        with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
-            OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
-            check_overrides(_overrides(sys.argv[1:]), config_class)
-            task()
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        return _report(name, as_config_error(error, config_class))
+        try:
+            with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
+                OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
+                check_overrides(_overrides(sys.argv[1:]), config_class)
+                compose()
+            for error in wrong:
+                raise error
+            refuse_shared([getattr(config, "out", None) for _, config in jobs])
+        except (ConfigError, HydraException, OmegaConfBaseException) as fault:
+            return _report(name, as_config_error(fault, config_class))
+        return max((_run(name, title, partial(job, config)) for title, config in jobs), default=0)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
-    return max(codes, default=0)
+
+
+def _run(name: str, title: str, job: Callable[[], int]) -> int:
+    """The code of one job; what fails is reported here, so that a sweep goes on with its next."""
+    if title:
+        print(title, file=sys.stderr)
+    try:
+        return job()
+    except (ForkgraphError, OSError) as error:
+        return _report(name, error)
 
 
 def _report(name: str, error: ForkgraphError | OSError) -> int:
@@ -156,16 +172,10 @@ def readable(name: str) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write under another name, then rename: the file is either the old one or complete.
-
-    Raises ConfigError when the folder cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """`replace_file`, with ConfigError when the file cannot be written."""
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, text)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise ConfigError(f"out={path}: {error.strerror}") from None
 
 
@@ -186,11 +196,6 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def console(stream: TextIO) -> Console:
     """For text that is not ours to interpret, wide enough for the tables when it goes to a file."""
     return Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
-
-
-def config_file(out: Path) -> Path:
-    """Where the options that made `out` are kept."""
-    return out.with_name(f"{out.name}.config.yaml")
 
 
 def config_text(config: EngineConfig) -> str:

@@ -273,6 +273,8 @@ class ScoreConfig(EngineConfig):
     """A .json request, a .jsonl file with one request per line, or `-` for one request on standard input."""
     out: str | None = None
     """File for the answers; without one they go to standard output."""
+    overwrite: bool = False
+    """Replace a file that `out` names. Without it a .jsonl goes on where it stopped, and any other file is refused."""
     progress: bool = True
     """Draw a progress bar for .jsonl on a terminal."""
 

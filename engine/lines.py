@@ -17,10 +17,11 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.cli import config_file, config_text, readable, to_json, write_whole
+from engine.cli import config_text, readable, to_json
 from engine.config import EngineConfig, ScoreConfig
 from engine.engine import Engine
 from engine.errors import ConfigError, ForkgraphError, RequestError
+from engine.output import Output, claimed
 
 Load = Callable[[EngineConfig], Engine]
 
@@ -33,11 +34,18 @@ def score_lines(config: ScoreConfig, *, load: Load, stdout: TextIO, stderr: Text
     """
     assert config.request is not None
     requests = readable(config.request)
-    done = _resume(Path(config.out).expanduser(), config) if config.out else {}
+    with claimed(config, resumes=True) as out:
+        return _score_lines(config, requests, out, load=load, stdout=stdout, stderr=stderr)
+
+
+def _score_lines(
+    config: ScoreConfig, requests: Path, out: Output | None, *, load: Load, stdout: TextIO, stderr: TextIO
+) -> int:
+    done = {} if out is None else _resume(out, config)
     todo = [number for number, _ in _lines(requests) if number not in done]
     failed = sum(done.values())
     if todo:
-        target = Path(config.out).expanduser().open("a", encoding="utf-8") if config.out else nullcontext(stdout)
+        target = nullcontext(stdout) if out is None else out.path.open("a", encoding="utf-8")
         with load(config) as engine, target as rows, _progress(config, stderr) as progress:
             bar = progress.add_task("requests", total=len(done) + len(todo), completed=len(done))
             for number, line in _lines(requests):
@@ -82,20 +90,22 @@ def _progress(config: ScoreConfig, stderr: TextIO) -> Progress:
     )
 
 
-def _resume(out: Path, config: ScoreConfig) -> dict[int, bool]:
+def _resume(out: Output, config: ScoreConfig) -> dict[int, bool]:
     """Line number -> failed, for the rows `out` holds; a last row that was cut off is removed.
 
     The first call for `out` writes the options beside it. Later ones raise ConfigError unless their options are the
     same, and for a file that this command did not begin.
     """
-    beside = config_file(out)
-    if not out.exists():
-        write_whole(beside, config_text(config))
+    if config.overwrite or not out.path.exists():
+        out.write("")
+        out.write_options(config_text(config))
         return {}
-    if not beside.exists():
-        raise ConfigError(f"out={out} exists and {beside.name} does not, so it is not from this command; rename one")
+    if not out.options.exists():
+        raise ConfigError(
+            f"out={out.name} exists and {out.options.name} does not, so it is not from this command; rename one"
+        )
     _require_same_options(out, config_text(config))
-    content = out.read_bytes()
+    content = out.path.read_bytes()
     complete = content.rfind(b"\n") + 1
     done = {}
     for position, line in enumerate(content[:complete].splitlines(), 1):
@@ -103,15 +113,18 @@ def _resume(out: Path, config: ScoreConfig) -> dict[int, bool]:
             row = json.loads(line)
             done[int(row["line"])] = "error" in row
         except (ValueError, TypeError, KeyError):
-            raise ConfigError(f"out={out}: line {position} is not a row of this command; give another out=") from None
-    os.truncate(out, complete)
+            raise ConfigError(
+                f"out={out.name}: line {position} is not a row of this command; give another out="
+            ) from None
+    os.truncate(out.path, complete)
     return done
 
 
-def _require_same_options(out: Path, text: str) -> None:
-    before, now = (OmegaConf.to_container(OmegaConf.create(t)) for t in (config_file(out).read_text("utf-8"), text))
+def _require_same_options(out: Output, text: str) -> None:
+    before, now = (OmegaConf.to_container(OmegaConf.create(t)) for t in (out.options.read_text("utf-8"), text))
     assert isinstance(before, dict)
     assert isinstance(now, dict)
-    changed = [f"{key!s}={before.get(key)}" for key in now if key != "progress" and before.get(key) != now[key]]
+    ours = ("progress", "overwrite")
+    changed = [f"{key!s}={before.get(key)}" for key in now if key not in ours and before.get(key) != now[key]]
     if changed:
-        raise ConfigError(f"out={out} was begun with {', '.join(changed)}; give the same options or another out=")
+        raise ConfigError(f"out={out.name} was begun with {', '.join(changed)}; give the same options or another out=")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from rich.console import Console, Group
@@ -12,22 +11,16 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli import config_file, config_text, console, plain, read_request, run_command, to_json, write_whole
+from engine.cli import config_text, console, plain, read_request, run_command, to_json
 from engine.config import EngineConfig, ScoreConfig, resolve
 from engine.engine import Engine
-from engine.errors import ConfigError
 from engine.lines import Load, score_lines
 from engine.load.checkpoint import RANDOM_NOTE
+from engine.output import claimed
 
 
 def main() -> None:
-    written: set[str] = set()
-
     def job(config: ScoreConfig) -> int:
-        if config.out in written:
-            raise ConfigError(f"out={config.out} is an earlier job's; name each, as in 'out=answers-${{split}}.json'")
-        if config.out:
-            written.add(config.out)
         try:
             return score(config, load=_load, stdin=sys.stdin.buffer, stdout=sys.stdout, stderr=sys.stderr)
         finally:
@@ -48,18 +41,18 @@ def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, s
     if config.request is not None and config.request.endswith(".jsonl"):
         return score_lines(config, load=load, stdout=stdout, stderr=stderr)
     body, source = read_request(config.request, stdin)
-    with load(config) as engine:
-        response = engine.score(body).to_dict()
-    console(stderr).print(f"request: {source}\n")
-    console(stderr).print(summary(response))
-    text = to_json(response, indent=2) + "\n"
-    if config.out is None:
-        stdout.write(text)
-        stdout.flush()
-    else:
-        out = Path(config.out).expanduser()
-        write_whole(out, text)
-        write_whole(config_file(out), config_text(config))
+    with claimed(config, stdin) as out:
+        with load(config) as engine:
+            response = engine.score(body).to_dict()
+        console(stderr).print(f"request: {source}\n")
+        console(stderr).print(summary(response))
+        text = to_json(response, indent=2) + "\n"
+        if out is None:
+            stdout.write(text)
+            stdout.flush()
+        else:
+            out.write(text)
+            out.write_options(config_text(config))
     return 0
 
 

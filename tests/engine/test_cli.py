@@ -2,92 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from engine import cli
-from engine.config import EngineConfig, ScoreConfig
-from engine.errors import ConfigError, InferenceError, RequestError
-from engine.score import score
+from engine.errors import ConfigError, RequestError
+from tests.engine.command_support import REQUEST, FakeEngine, FakeResponse, Run, rows
 
 ROOT = Path(__file__).parents[2]
-REQUEST = b'{"state": "s", "questions": {"q": {"type": "noul", "instructions": "i"}}}'
-
-
-class FakeResponse:
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": "fake",
-            "answers": {
-                "colour": {"type": "choice", "choice": "red", "probabilities": {"red": 0.75, "blue": 0.25},
-                           "confidence": 0.5},
-                "sure": {"type": "noul", "noul": 0.125},
-                "level": {"type": "score", "score": 1.5, "probabilities": {"0": 0.0, "1": 0.5, "2": 0.5},
-                          "confidence": 0.25, "legend": {}},
-            },
-            "usage": {"input_tokens": 1234, "output_tokens": 0},
-            "metadata": {"inference_seconds": 0.5, "prefix_cache": {"reused_input_tokens": 1000}, "weights": "random",
-                         "body": self.body.decode()},
-        }  # fmt: skip
-
-
-class FakeEngine:
-    """Answers any line; `bad`, `broken` and `stop` do what they say. Knows whether it was closed."""
-
-    def __init__(self) -> None:
-        self.seen: list[bytes] = []
-        self.configs: list[EngineConfig] = []
-        self.open = 0
-
-    def load(self, config: EngineConfig) -> FakeEngine:
-        self.configs.append(config)
-        return self
-
-    def __enter__(self) -> FakeEngine:
-        self.open += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.open -= 1
-
-    def score(self, body: bytes) -> FakeResponse:
-        if body == b"stop":
-            raise KeyboardInterrupt
-        if body == b"bad":
-            raise RequestError("state must be text", field="state", value=3)
-        if body == b"broken":
-            raise InferenceError("not finite")
-        self.seen.append(body)
-        return FakeResponse(body)
-
-
-class Run:
-    """One call of `score` with streams of its own."""
-
-    def __init__(self, engine: FakeEngine, stdin: bytes = b"", **options: Any) -> None:
-        out, err = io.StringIO(), io.StringIO()
-        try:
-            config = ScoreConfig(device="cpu", **options)
-            self.code = score(config, load=engine.load, stdin=io.BytesIO(stdin), stdout=out, stderr=err)  # type: ignore
-        finally:
-            self.out, self.err = out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_the_example_is_scored_and_named_when_no_request_is_given(engine: FakeEngine) -> None:
@@ -137,7 +67,7 @@ def test_one_bad_request_is_raised_and_nothing_is_written(engine: FakeEngine, tm
 
 
 def test_a_folder_that_cannot_be_written_is_named(engine: FakeEngine, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"out=.*/missing/a\.json: No such file"):
+    with pytest.raises(ConfigError, match=r"out=.*/missing/a\.json: no such folder as .*/missing"):
         Run(engine, REQUEST, request="-", out=str(tmp_path / "missing" / "a.json"))
 
 
