@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +27,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig, nearest
+from engine.config import EngineConfig, expanded, nearest
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
 from engine.output import refuse_shared
+from engine.wire.requests import MAX_BODY_BYTES
 from graphs.files import replace_file
 
 EXAMPLE = "configs/requests/support_ticket.json"
@@ -149,25 +151,32 @@ def as_config_error(error: Exception, config_class: type[EngineConfig]) -> Confi
 
 
 def read_request(request: str | None, stdin: BinaryIO) -> tuple[bytes, str]:
-    """The body of one request and where it is from. Raises ConfigError when it cannot be read."""
+    """The body of one request and where it is from. Raises ConfigError when it cannot be read, or holds several."""
     if request is None:
         folder, _, path = EXAMPLE.partition("/")
         return files(folder).joinpath(path).read_bytes(), f"{EXAMPLE} (the example; choose with request=FILE)"
     if request == "-":
-        return stdin.read(), "standard input"
-    return readable(request).read_bytes(), request
+        body, source = stdin.read(MAX_BODY_BYTES + 1), "standard input"
+    else:
+        with readable(request).open("rb") as file:
+            body, source = file.read(MAX_BODY_BYTES + 1), request
+    first, _, rest = body.strip().partition(b"\n")
+    if rest and first.startswith(b"{") and first.rstrip().endswith(b"}") and rest.lstrip().startswith(b"{"):
+        raise ConfigError(f"request={request} holds a request on each line; save them in a file named .jsonl")
+    return body, source
 
 
-def readable(name: str) -> Path:
+def readable(name: str, option: str = "request") -> Path:
     """The path of a file that can be opened. Raises ConfigError naming it, and a file with nearly that name."""
-    path = Path(name).expanduser()
+    path = expanded(option, name)
     try:
-        path.open("rb").close()
+        if not stat.S_ISFIFO(path.stat().st_mode):  # whose writer would see that it was closed
+            path.open("rb").close()
     except FileNotFoundError:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"request={name}: no such file{nearest(path.name, beside)}") from None
-    except OSError as error:
-        raise ConfigError(f"request={name}: {error.strerror}") from None
+        raise ConfigError(f"{option}={name}: no such file{nearest(path.name, beside)}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}={name}: {getattr(error, 'strerror', error)}") from None
     return path
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -125,18 +125,14 @@ def _refuse_unwritable(path: Path, *, alone: bool) -> None:
         )
 
 
-def claimed(
-    config: ScoreConfig, stdin: BinaryIO | None = None, *, resumes: bool = False
-) -> AbstractContextManager[Output | None]:
-    """`claim` with a command's options; None where answers go to standard output."""
-    if config.out is None:
-        return nullcontext()
+def named_inputs(config: ScoreConfig, stdin: BinaryIO | None = None) -> dict[str, str | BinaryIO]:
+    """What a run with these options reads, for `claim`."""
     named = {
         "request": stdin if config.request == "-" else config.request,
+        "questions": config.questions,
         "letters.system_message": config.letters.system_message,
     }
-    inputs = {name: given for name, given in named.items() if given is not None}
-    return claim(config.out, inputs=inputs, overwrite=config.overwrite, resumes=resumes)
+    return {name: given for name, given in named.items() if given is not None}
 
 
 def refuse_shared(outs: Sequence[str | None]) -> None:

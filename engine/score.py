@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, BinaryIO, TextIO
 
 from rich.console import Console, Group
@@ -11,12 +12,14 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli import config_text, console, plain, read_request, run_command, to_json
+from engine.cli import console, plain, read_request, run_command, to_json
 from engine.config import EngineConfig, ScoreConfig, resolve
 from engine.engine import Engine
-from engine.lines import Load, score_lines
+from engine.errors import ConfigError
+from engine.identity import made_with
+from engine.lines import SUFFIXES, Load, score_lines
 from engine.load.checkpoint import RANDOM_NOTE
-from engine.output import claimed
+from engine.output import Output, claim, named_inputs
 
 
 def main() -> None:
@@ -38,10 +41,14 @@ def _load(config: EngineConfig) -> Engine:
 def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, stderr: TextIO) -> int:
     """Answer `config.request` and return the exit code. Raises what the engine raises for a single request."""
     config = resolve(config)
-    if config.request is not None and config.request.endswith(".jsonl"):
+    if config.request is not None and config.request.endswith(SUFFIXES):
         return score_lines(config, load=load, stdout=stdout, stderr=stderr)
+    if config.questions is not None:
+        raise ConfigError(f"questions={config.questions} goes with request=FILE.parquet, whose rows are states")
+    if config.out is not None and config.out.endswith(".parquet"):
+        raise ConfigError(f"out={config.out}: one request has no table; name it .json")
     body, source = read_request(config.request, stdin)
-    with claimed(config, stdin) as out:
+    with _claimed(config, stdin) as out:
         with load(config) as engine:
             response = engine.score(body).to_dict()
         console(stderr).print(f"request: {source}\n")
@@ -52,8 +59,14 @@ def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, s
             stdout.flush()
         else:
             out.write(text)
-            out.write_options(config_text(config))
+            out.write_options(made_with(config))
     return 0
+
+
+def _claimed(config: ScoreConfig, stdin: BinaryIO) -> AbstractContextManager[Output | None]:
+    if config.out is None:
+        return nullcontext()
+    return claim(config.out, inputs=named_inputs(config, stdin), overwrite=config.overwrite)
 
 
 def summary(response: dict[str, Any]) -> Group:

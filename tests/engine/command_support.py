@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from pathlib import Path
@@ -74,6 +75,12 @@ class Run:
             self.code = score(config, load=engine.load, stdin=io.BytesIO(stdin), stdout=out, stderr=err)  # type: ignore
         finally:
             self.out, self.err = out.getvalue(), err.getvalue()
+
+
+def row(id: str | int, body: bytes, **rest: Any) -> dict[str, Any]:
+    """What stands in a file of rows for `body`, which is no JSON."""
+    answer = rest or FakeResponse(body).to_dict()
+    return {"id": id, "request_sha256": hashlib.sha256(body).hexdigest(), **answer}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
