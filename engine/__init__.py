@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from engine.wire.answers import Response
     from engine.wire.requests import Request, parse_request
 
+__version__ = "0.1.0"
+
 __all__ = [
     "CapacityError",
     "CheckpointError",

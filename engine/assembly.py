@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypedDict
 
+import numpy as np
 import torch
 
 from engine.config import EngineConfig, cache_folder
+from engine.errors import ConfigError
 from engine.load.dimensions import ModelDimensions
 from engine.load.opening import open_model
+from engine.load.projections import projection_shapes
 from engine.load.tensors import Weights
 from engine.load.weights import load_weights
 from engine.plan.planning import Planner
+from engine.prompt import Prompt
 from engine.run.device import Client, Progress
 from engine.run.executor import Executor
 from engine.run.model import Backbone
 from engine.wire.answers import Provenance
 from engine.wire.processor import Processor
-from graphs.tuning.tuner import prepare
+from graphs.rungs import COVERING, rung
+from graphs.tuning.tuner import UnknownEnvironmentError, prepare
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned
 
 _HANDLES = {"default": linear_default, "fixed": linear_fixed, "tuned": linear_tuned}
+_WARM_UP = [[Prompt(np.r_[np.zeros(70 + 5 * q, np.int32), np.full(3, c, np.int32)]) for c in (1, 2)] for q in (0, 1)]
+"""Two questions with two candidates each: every kind of pass."""
 RUN_OPTIONS = ("split", "gemm", "schedule", "pack", "graphs", "capture")
 """What engines over the same weights may differ in."""
 
@@ -69,10 +76,30 @@ def make_executor(
     if made is not None:
         torch.cuda.current_stream().wait_event(made)
     if config.gemm == "tuned":
-        prepare(dimensions, device=torch.device(config.device), cache_dir=cache_folder(config), progress=progress)
+        try:
+            prepare(
+                projection_shapes(dimensions), device=torch.device(config.device), cache_dir=cache_folder(config),
+                progress=progress,
+            )  # fmt: skip
+        except UnknownEnvironmentError as error:
+            raise ConfigError(f"gemm=tuned cannot be believed here: {error}; use gemm=fixed") from None
     backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs == "compiled")
     graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
     return Executor(backbone, capture_limit_bytes=graphs_bytes)
+
+
+def warm_up(config: EngineConfig, planner: Planner, executor: Executor, progress: Progress) -> None:
+    """Run every kind of pass once, which compiles all there is, and capture the graphs that `warmup` names."""
+    for _, plan in planner.options(_WARM_UP):
+        executor.run(plan)
+    if config.graphs != "captured":
+        return
+    if config.capture == "load":
+        executor.seal(planner.largest_buffers())
+    else:
+        executor.capture_missed()
+    keys = COVERING if config.warmup == "all" else [(rung(rows), rung(1)) for rows in config.warmup]
+    executor.capture_keys(keys, longest=config.max_length, progress=progress)
 
 
 def ran_with(config: EngineConfig, provenance: Provenance) -> Provenance:

@@ -6,30 +6,32 @@ Knows nothing of what a command does.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 import hydra
-from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig, expanded, nearest
-from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, shown
+from engine.config import EngineConfig, expanded
+from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
+from engine.help import command_help
 from engine.output import refuse_shared
+from engine.overrides import keys, prepared, text_options
+from engine.resources import CONFIGS
 from engine.wire.requests import MAX_BODY_BYTES
 from graphs.files import replace_file
 
@@ -37,9 +39,6 @@ EXAMPLE = "configs/requests/support_ticket.json"
 """The request that commands take when none is given."""
 
 Config = TypeVar("Config", bound=EngineConfig)
-
-# Settings of Hydra whose members are anybody's.
-_FREE_FORM = tuple(f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper"))
 
 
 def run_command(name: str, config_class: type[Config], job: Callable[[Config], int]) -> int:
@@ -49,10 +48,14 @@ def run_command(name: str, config_class: type[Config], job: Callable[[Config], i
     `configs/NAME.yaml` is the root. What a user can mend is one line on standard error and code 2; a job's own code
     is passed on, the highest of them with `-m`; Ctrl-C gives 130. Anything else is a bug and keeps its traceback.
     """
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        defined_in = [Path(inspect.getfile(c)) for c in config_class.__mro__ if dataclasses.is_dataclass(c)]
+        print(command_help(name, config_class.__name__, defined_in))
+        return 0
     jobs: list[tuple[str, Config]] = []
     wrong: list[ConfigError] = []
 
-    @hydra.main(version_base=None, config_path="../configs", config_name=name)
+    @hydra.main(version_base=None, config_path=str(CONFIGS), config_name=name)
     def compose(options: DictConfig) -> None:
         swept = HydraConfig.get().mode is RunMode.MULTIRUN
         title = f"--- {' '.join(HydraConfig.get().overrides.task)}" if swept else ""
@@ -66,7 +69,7 @@ def run_command(name: str, config_class: type[Config], job: Callable[[Config], i
         try:
             with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
                 OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
-                check_overrides(_overrides(sys.argv[1:]), config_class)
+                sys.argv[1:] = prepared(sys.argv[1:], config_class)
                 compose()
             for error in wrong:
                 raise error
@@ -97,34 +100,18 @@ def _report(name: str, error: ForkgraphError | OSError) -> int:
     return 2 if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
 
 
-def _overrides(arguments: Sequence[str]) -> list[str]:
-    return [word for word in arguments if not word.startswith("-") and ("=" in word or word.startswith("~"))]
-
-
-def check_overrides(overrides: Sequence[str], config_class: type[EngineConfig]) -> None:
-    """Raise ConfigError for a key that is neither an option nor a setting of Hydra; Hydra lets some of both pass."""
-    options = list(_keys(config_class()))
-    settings = [f"hydra.{key}" for key in _keys(HydraConf())]
-    groups = [f"hydra/{group}" for default in HydraConf().defaults for group in cast(dict[str, Any], default)]
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key = override.key_or_group
-        known = options if not key.startswith("hydra") else groups if "/" in key else settings
-        if key not in known and not key.startswith(_FREE_FORM):
-            raise ConfigError(f"{key} is not an option{nearest(key, known)}")
-
-
-def _keys(config: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of all fields of a dataclass."""
-    for field in dataclasses.fields(config):
-        yield prefix + field.name
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _keys(value, f"{prefix}{field.name}.")
-
-
 def to_config(options: DictConfig, config_class: type[Config]) -> Config:
     """The typed form of what Hydra composed. Raises ConfigError for a key or value that does not fit."""
+    if missing := sorted(OmegaConf.missing_keys(options)):
+        raise ConfigError(f"{missing[0]}=??? stands for a value that is still to be given; give one, or leave it out")
+    known = [field.name for field in dataclasses.fields(config_class)]
+    if extra := sorted(str(name) for name in options if name not in known):
+        remedy = "; a file of options begins with the line `# @package _global_`"
+        raise ConfigError(f"{extra[0]} is not an option{nearest(extra[0], known)}{remedy}")
     try:
+        for name in text_options(config_class):
+            if not isinstance(value := OmegaConf.select(options, name), str | None):
+                raise ConfigError(f"{name}={value} is of type {type(value).__name__}, not text; put it in quotes")
         merged = OmegaConf.merge(OmegaConf.structured(config_class), options)
         return cast(Config, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
@@ -137,7 +124,9 @@ def as_config_error(error: Exception, config_class: type[EngineConfig]) -> Confi
         return error
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
         name, _, value = error.missing_cfg_file.rpartition("/")
-        if name in _keys(config_class()):
+        group, _, word = error.missing_cfg_file.partition("/")
+        if group in keys(config_class()):
+            name, value = group, word
             try:
                 config_class(**cast(dict[str, Any], {name: value}))
             except ConfigError as reason:

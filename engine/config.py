@@ -6,21 +6,22 @@ checked when it is set, with nothing but the value at hand; what depends on the 
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import platformdirs
-import torch
 
 from engine import options
-from engine.errors import ConfigError, shown
+from engine.errors import ConfigError, nearest, shown
+from engine.values import flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.options import (
         Capture,
         Dtype,
@@ -60,80 +61,13 @@ LARGEST_MAX_LENGTH = 16_384
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the known word closest to `word`, nothing when none is close."""
-    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in allowed:
-        given = value if isinstance(value, str) else shown(value)
-        raise ConfigError(f"{name}={given} is not one of {', '.join(allowed)}{nearest(str(value), allowed)}")
-
-
-def _within(name: str, value: int, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        bounds = f"from {low} to {high:,}" if high is not None else f"of at least {low}"
-        raise ConfigError(f"{name}={shown(value)} is not a whole number {bounds}")
-
-
-def _positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value < float("inf")):
-        raise ConfigError(f"{name}={shown(value)} is not a positive number")
-
-
-def _flag(name: str, value: bool) -> None:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={shown(value)} is neither true nor false")
-
-
-def _path(name: str, value: str | os.PathLike[str] | None, kind: str = "folder") -> str | None:
-    if isinstance(value, os.PathLike):
-        value = os.fspath(value)
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"{name}={shown(value)} is not the name of a {kind}")
-    if value == "":
-        raise ConfigError(f"{name}= is empty; give a {kind} or leave it out")
-    return value
-
-
-Group = TypeVar("Group")
-
-
-def _group(name: str, value: Group | Mapping[str, Any], group: type[Group]) -> Group:
-    """A group of options, which a mapping may spell."""
-    if isinstance(value, Mapping):
-        given = _members(name, value)
-        _known(given, [f.name for f in fields(group)], f"{name}.")  # type: ignore[arg-type]
-        return group(**given)
-    if not isinstance(value, group):
-        raise ConfigError(f"{name}={shown(value)} is neither a {group.__name__} nor a mapping of its options")
-    return value
-
-
-def _members(name: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as a plain one; of OmegaConf's it looks up what is interpolated."""
-    try:
-        return {str(key): mapping[key] for key in mapping}
-    except Exception as error:  # whatever the mapping's own kind raises
-        raise ConfigError(f"{name}: {error}") from None
-
-
-def _known(given: Iterable[str], known: Sequence[str], prefix: str = "") -> None:
-    for key in given:
-        if key not in known:
-            names = ", ".join(sorted(known))
-            raise ConfigError(f"{prefix}{key} is no option of an engine{nearest(key, known)}; known: {names}")
-
-
 @dataclass(kw_only=True)
 class TokensConfig:
     control: Reading = "plain"
     """What a control token typed inside a state or a question becomes: `plain` text pieces, or the `special` id."""
 
     def __post_init__(self) -> None:
-        _one_of("tokens.control", self.control, READINGS)
+        one_of("tokens.control", self.control, READINGS)
 
 
 @dataclass(kw_only=True)
@@ -142,7 +76,7 @@ class LettersConfig:
     """File with the system message in front of every prompt of `head=letters`; not part of this project."""
 
     def __post_init__(self) -> None:
-        self.system_message = _path("letters.system_message", self.system_message, "file")
+        self.system_message = path_of("letters.system_message", self.system_message, "file")
 
 
 @dataclass(kw_only=True)
@@ -155,10 +89,10 @@ class MemoryConfig:
     """Device memory for captured graphs beside the activations they share; the least recently used ones go first."""
 
     def __post_init__(self) -> None:
-        _within("memory.question_snapshots", self.question_snapshots, 1, 4_096)
+        within("memory.question_snapshots", self.question_snapshots, 1, 4_096)
         if self.limit_gib is not None:
-            _positive("memory.limit_gib", self.limit_gib)
-        _positive("memory.graphs_gib", self.graphs_gib)
+            positive("memory.limit_gib", self.limit_gib)
+        positive("memory.graphs_gib", self.graphs_gib)
 
 
 @dataclass(kw_only=True)
@@ -169,6 +103,7 @@ class EngineConfig:
     """
 
     model: Model = "tiny"
+    """Size of the backbone. `tiny` needs no weights; the others are Qwen3.5-4B, Qwen3.5-9B and Qwen3.8-27B."""
     checkpoint: str | None = None
     """Folder of a Hugging Face model, an Open-Jev package, its merged export or a Cua-S1 adapter, told apart by
     content; or `random` for weights made from `seed`. `tiny` makes its own when none is given."""
@@ -183,15 +118,23 @@ class EngineConfig:
     seed: int = 0
     """Decides random and tiny weights, nothing else."""
     device: str = "auto"
+    """`cpu`, `cuda` or `cuda:N`. `auto`: the first GPU where there is one."""
     dtype: Dtype = "auto"
     """Storage of weights and activations. `auto`: bfloat16, but float32 for `tiny` on a CPU."""
     split: Split = "exact"
+    """Where a shared prefix may end: at any token, or at multiples of 64. The bits are the same."""
     gemm: Gemm = "auto"
+    """How a projection is multiplied. `fixed`: one tile for any number of rows. `tuned`: the fastest with its bits on
+    this GPU. `default`: what the library picks, without the promise. `auto`: `tuned` on a GPU, else `fixed`."""
     schedule: Schedule = "auto"
+    """How a request becomes passes. `independent`: each candidate whole and alone. `batched`: whole, packed. `levels`:
+    prefix, questions, branches. `tree`: all unique rows at once. `auto`: the fastest, by rows. The bits are
+    the same."""
     pack: Pack = "all"
     """`one` runs branches one by one, to measure reuse alone."""
     graphs: Graphs = "auto"
-    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: replayed from CUDA graphs."""
+    """`eager`: operators one by one. `compiled`: torch.compile per layer. `captured`: replayed from CUDA graphs.
+    `auto`: `captured` on a GPU, else `eager`."""
     capture: Capture = "answer"
     """When a CUDA graph that was missing is captured. A device-wide synchronise anywhere in the process breaks a
     capture, and is broken by it. `answer`: before the answer is handed over. `load`: while loading alone. `idle`: when
@@ -212,27 +155,27 @@ class EngineConfig:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
-        _one_of("model", self.model, MODELS)
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("split", self.split, SPLITS)
-        _one_of("schedule", self.schedule, SCHEDULES)
-        _one_of("pack", self.pack, PACKS)
-        _one_of("head", self.head, HEADS)
-        _one_of("lora", self.lora, LORAS)
-        _one_of("gemm", self.gemm, GEMMS)
-        _one_of("graphs", self.graphs, GRAPHS)
-        _one_of("capture", self.capture, CAPTURES)
+        one_of("model", self.model, MODELS)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("split", self.split, SPLITS)
+        one_of("schedule", self.schedule, SCHEDULES)
+        one_of("pack", self.pack, PACKS)
+        one_of("head", self.head, HEADS)
+        one_of("lora", self.lora, LORAS)
+        one_of("gemm", self.gemm, GEMMS)
+        one_of("graphs", self.graphs, GRAPHS)
+        one_of("capture", self.capture, CAPTURES)
         self.device = _device(self.device)
         for name in ("check_ids", "nvtx"):
-            _flag(name, getattr(self, name))
-        _within("seed", self.seed, 0, 2**63 - 1)
-        _within("max_length", self.max_length, 1, LARGEST_MAX_LENGTH)
+            flag(name, getattr(self, name))
+        within("seed", self.seed, 0, 2**63 - 1)
+        within("max_length", self.max_length, 1, LARGEST_MAX_LENGTH)
         self.warmup = _warmup(self.warmup)
         for name in ("checkpoint", "base", "tokenizer", "cache_dir"):
-            setattr(self, name, _path(name, getattr(self, name)))
-        self.tokens = _group("tokens", self.tokens, TokensConfig)
-        self.letters = _group("letters", self.letters, LettersConfig)
-        self.memory = _group("memory", self.memory, MemoryConfig)
+            setattr(self, name, path_of(name, getattr(self, name)))
+        self.tokens = group_of("tokens", self.tokens, TokensConfig)
+        self.letters = group_of("letters", self.letters, LettersConfig)
+        self.memory = group_of("memory", self.memory, MemoryConfig)
         if self.lora == "unmerged" and self.memory.limit_gib is not None:
             raise ConfigError(
                 "memory.limit_gib counts no products beside the weights; leave it out with lora=unmerged, or merge"
@@ -244,8 +187,10 @@ class EngineConfig:
 
 
 def _device(device: str | torch.device) -> str:
-    if isinstance(device, torch.device):
-        device = str(device)
+    if not isinstance(device, str):
+        import torch  # seconds, and a command line has none of its devices
+
+        device = str(device) if isinstance(device, torch.device) else device
     if not isinstance(device, str):
         remedy = f"; use device='cuda:{device}'" if isinstance(device, int) and not isinstance(device, bool) else ""
         raise ConfigError(f"device={shown(device)} is not the name of a device{remedy}")
@@ -260,14 +205,14 @@ def _warmup(warmup: WarmUp) -> WarmUp:
             return warmup
         if not isinstance(warmup, str):
             for rows in warmup:
-                _within("warmup", rows, 1, LARGEST_MAX_LENGTH)
+                within("warmup", rows, 1, LARGEST_MAX_LENGTH)
             return list(warmup)
     raise ConfigError(f"warmup={shown(warmup)} is neither a list of row counts nor the word all")
 
 
 @dataclass(kw_only=True)
 class ScoreConfig(EngineConfig):
-    """`python -m engine.score`."""
+    """`forkgraph score`."""
 
     request: str | None = None
     """A .json request, a .jsonl or .parquet file with many, or `-` for one request on standard input."""
@@ -285,19 +230,21 @@ class ScoreConfig(EngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("request", "questions", "out"):
-            setattr(self, name, _path(name, getattr(self, name), "file"))
+            setattr(self, name, path_of(name, getattr(self, name), "file"))
 
 
 @dataclass(kw_only=True)
 class ExplainConfig(EngineConfig):
-    """`python -m engine.explain`."""
+    """`forkgraph explain`."""
 
     request: str | None = None
+    """A .json request, `-` for one on standard input, or `example:NAME`."""
     format: Format = "text"
+    """A drawing for reading, or all figures."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _one_of("format", self.format, FORMATS)
+        one_of("format", self.format, FORMATS)
 
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -312,14 +259,14 @@ def configured(config: EngineConfig | Mapping[str, Any] | None, given: Mapping[s
     if config is None:
         config = {}
     if isinstance(config, Mapping):
-        members = _members("config", config)
-        _known(members, names)
-        _known(given, names)
+        members = members_of("config", config)
+        refuse_unknown(members, names)
+        refuse_unknown(given, names)
         return EngineConfig(**(members | dict(given)))
     if not isinstance(config, EngineConfig):
         remedy = "options go by name, as in Engine.load(model='tiny')"
         raise ConfigError(f"config={shown(config)} is neither an EngineConfig nor a mapping of options; {remedy}")
-    _known(given, [f.name for f in fields(config)])
+    refuse_unknown(given, [f.name for f in fields(config)])
     return replace(config, **given)
 
 
@@ -365,10 +312,11 @@ def dtype_bytes(dtype: str) -> int:
 
 def default_cache_dir() -> Path:
     """`forkgraph` in the cache folder of this platform's user. Raises ConfigError for a user without a home."""
-    folder = platformdirs.user_cache_path("forkgraph", appauthor=False)
-    if not folder.is_absolute():  # its `~` stayed
-        raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
-    return folder
+    with suppress(RuntimeError):  # of a newer platformdirs; an older one leaves the `~`
+        folder = platformdirs.user_cache_path("forkgraph", appauthor=False)
+        if folder.is_absolute():
+            return folder
+    raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
 
 
 def expanded(name: str, path: str) -> Path:
@@ -383,9 +331,12 @@ def _resolve_folder(name: str, value: str | None) -> str | None:
     if value is None:
         return None
     folder = expanded(name, value)
-    if not folder.is_dir():
-        beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-        raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
+    try:
+        if not folder.is_dir():
+            beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+            raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
+    except OSError as error:
+        raise ConfigError(f"{name}={value}: cannot be read: {error.strerror}") from None
     return str(folder)
 
 
@@ -417,6 +368,8 @@ def _resolve_graphs(graphs: Graphs, device: str) -> Graphs:
 def _resolve_device(device: str) -> str:
     if device == "cpu":
         return device
+    import torch
+
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device == "auto":
         return "cuda:0" if available else "cpu"

@@ -16,18 +16,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with
-from engine.config import SPLITS, EngineConfig, configured, dtype_bytes, resolve
+from engine.assembly import RUN_OPTIONS, load_parts, make_executor, ran_with, warm_up
+from engine.config import EngineConfig, configured, dtype_bytes, resolve
 from engine.errors import ClosedError, ConfigError, DeviceLostError, InferenceError
 from engine.load.dimensions import ModelDimensions
+from engine.load.environment import check_environment
 from engine.load.tensors import Weights
 from engine.options import EngineOptions, RunOptions
-from engine.plan.drawing import ExplainReport, explain_report
-from engine.plan.layout import Layout, build_layout
+from engine.plan.drawing import ExplainReport, explain_prompts
 from engine.plan.memory import MemoryPlan
 from engine.plan.planning import Planned, Planner
 from engine.prompt import Prompt, checked_prompts, checked_questions
@@ -37,11 +36,6 @@ from engine.statistics import Counters, run_statistics
 from engine.wire.answers import Provenance, Response, respond
 from engine.wire.processor import Processor
 from engine.wire.requests import Request
-from graphs.rungs import COVERING, rung
-from graphs.times import measured
-
-_WARM_UP = [[Prompt(np.r_[np.zeros(70 + 5 * q, np.int32), np.full(3, c, np.int32)]) for c in (1, 2)] for q in (0, 1)]
-"""Two questions with two candidates each: every kind of pass."""
 
 Source = Request | dict[str, Any] | str | bytes
 
@@ -82,7 +76,7 @@ class Engine:
         self._leave = weakref.finalize(self, self._client.owner.leave, self._client, self._executor.release)
         self._leave.atexit = False
         if device.type == "cuda":
-            self._client.report(self._warm_up, progress)
+            self._client.report(partial(warm_up, config, self._planner, self._executor), progress)
         if config.capture == "idle":
             self._client.idle = self._executor.capture_next
 
@@ -102,6 +96,7 @@ class Engine:
         dimensions.
         """
         config = resolve(configured(config, options))
+        check_environment(config)
         client = owner_of(torch.device(config.device)).client()
         return cls(config, **client.report(partial(load_parts, config, client), progress), progress=progress)
 
@@ -112,6 +107,7 @@ class Engine:
             if name not in RUN_OPTIONS:
                 raise ConfigError(f"{name} belongs to the weights; like() changes {', '.join(RUN_OPTIONS)}")
         config = resolve(configured(self.config, options))
+        check_environment(config)
         return Engine(
             config,
             weights=self.weights,
@@ -184,13 +180,9 @@ class Engine:
     def explain(self, request: Source) -> ExplainReport:
         """What `request` would run: its prefix tree, rows with and without reuse, and bytes. Runs nothing."""
         parsed = self.processor.parse(request)
-        prompts = self.processor.prompts(parsed)
-        splits = sorted(SPLITS, key=lambda split: split != self.config.split)
-        layouts: dict[str, Layout] = {split: build_layout(prompts, split) for split in splits}
-        return explain_report(
-            layouts, self.dimensions, dtype_bytes(self.config.dtype), question_names=list(parsed.questions),
-            times=measured(self.config.model),
-        )  # fmt: skip
+        return explain_prompts(
+            self.processor.prompts(parsed), self.config, self.dimensions, names=list(parsed.questions)
+        )
 
     def close(self) -> None:
         """Refuse what has not started (ClosedError), wait for what has, and give the memory back."""
@@ -249,15 +241,3 @@ class Engine:
         """While the caller waits, a program of one thread can do nothing that a capture forbids."""
         if self.config.capture == "answer":
             self._executor.capture_missed()
-
-    def _warm_up(self, progress: Progress) -> None:
-        """Run every kind of pass once, which compiles all there is, and capture the graphs that `warmup` names."""
-        for _, plan in self._planner.options(_WARM_UP):
-            self._executor.run(plan)
-        self._capture_before_answer()
-        named = self.config.warmup
-        keys = COVERING if named == "all" else tuple((rung(rows), rung(1)) for rows in named)
-        if self.config.graphs == "captured":
-            if self.config.capture == "load":
-                self._executor.seal(self._planner.largest_buffers())
-            self._executor.capture_keys(keys, longest=self.config.max_length, progress=progress)

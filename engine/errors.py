@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 _SHOWN_CHARACTERS = 120
@@ -9,8 +11,17 @@ _SHOWN_CHARACTERS = 120
 
 def shown(value: Any) -> str:
     """`repr` of a value, shortened so that a 4 MiB state never fills a log line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a value of the caller's own kind, or an integer of more digits than Python prints
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word closest to `word`, nothing when none is close."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 class ForkgraphError(Exception):

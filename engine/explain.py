@@ -1,4 +1,4 @@
-"""`python -m engine.explain`: what a request would run, from a tokenizer and dimensions alone."""
+"""`forkgraph explain`: what a request would run, from a tokenizer and dimensions alone."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from dataclasses import replace
 from typing import BinaryIO, TextIO
 
 from engine.cli import console, read_request, run_command
-from engine.config import RANDOM, SPLITS, ExplainConfig, dtype_bytes, resolve
+from engine.config import RANDOM, ExplainConfig, resolve
 from engine.load.opening import describe
-from engine.plan.drawing import explain_report
-from engine.plan.layout import build_layout
-from graphs.times import measured
+from engine.plan.drawing import explain_prompts
 
 
 def main() -> None:
@@ -33,14 +31,7 @@ def explain(config: ExplainConfig, *, stdin: BinaryIO, stdout: TextIO) -> int:
     note = named.tokenizer or "that of tiny" + (
         "" if config.model == "tiny" else "; the model's own makes fewer tokens, choose it with tokenizer=FOLDER"
     )
-    splits = sorted(SPLITS, key=lambda split: split != config.split)
-    report = explain_report(
-        {split: build_layout(prompts, split) for split in splits},
-        named.dimensions,
-        dtype_bytes(config.dtype),
-        question_names=list(request.questions),
-        times=measured(config.model) if config.dtype == "bfloat16" else (),
-    )
+    report = explain_prompts(prompts, config, named.dimensions, names=list(request.questions))
     if config.format == "json":
         facts = {"request": source, "model": config.model, "dtype": config.dtype, "tokenizer": note}
         stdout.write(json.dumps(facts | report.to_dict(), ensure_ascii=False, indent=2) + "\n")

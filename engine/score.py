@@ -1,4 +1,4 @@
-"""`python -m engine.score`: answers to one request, or to a file with one request per line."""
+"""`forkgraph score`: answers to one request, or to a file with one request per line."""
 
 from __future__ import annotations
 

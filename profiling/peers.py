@@ -42,6 +42,13 @@ _DELTA_RULE = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule
 _REPLACEABLE = (*_DELTA_RULE, "causal_conv1d_fn", "causal_conv1d_update")
 """Functions that transformers replaces at import by those of packages it finds; the layers look them up per call."""
 
+# Members of a text configuration that have one name here and there.
+_SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
+
 _CACHE = "cache" if "cache" in inspect.signature(modeling.Qwen3_5TextModel.forward).parameters else "past_key_values"
 
 Rows = tuple[list[int], Tensor]
@@ -83,7 +90,7 @@ class Peer:
         self._way = ways[way]
         self._captured: OrderedDict[int, _Captured] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle() if way == "graph" else None
-        self._stream = torch.cuda.Stream(self.device) if way == "graph" else None
+        self._stream: Any = torch.cuda.Stream(self.device) if way == "graph" else None  # type: ignore[no-untyped-call]
 
     def forward(self, questions: Sequence[Sequence[Prompt]]) -> Tensor:
         """The last row's hidden state of each candidate, in order, after the final norm: [candidates, h] on the CPU.
@@ -123,7 +130,7 @@ class Peer:
             yield indices, self._last_rows([prompts[i] for i in indices])
 
     def _forked(self, prompts: list[Prompt]) -> Iterator[Rows]:
-        prefix = build_layout([prompts], "exact", question_prefixes=False).request_prefix_tokens
+        prefix = build_layout([prompts], "exact").request_prefix_tokens
         if prefix == 0:  # as for a single candidate
             yield from self._batched(prompts)
             return
@@ -150,7 +157,6 @@ class Peer:
             torch.cuda.synchronize(self.device)
             self._captured.popitem(last=False)
         ids, graph, stream = self._ids([prompt]), torch.cuda.CUDAGraph(), self._stream
-        assert stream is not None
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):  # kernels are compiled and chosen, workspaces allocated
             self._hidden(ids)
@@ -237,28 +243,15 @@ def _delta_rule(path: str) -> Iterator[None]:
 def text_config(d: ModelDimensions) -> Qwen3_5TextConfig:
     """Transformers' configuration of a text model with these dimensions."""
     return Qwen3_5TextConfig(
-        vocab_size=d.vocab_size,
-        hidden_size=d.hidden_size,
-        intermediate_size=d.intermediate_size,
-        num_hidden_layers=d.num_hidden_layers,
+        **{name: getattr(d, name) for name in _SAME},
         layer_types=list(d.layer_types),
-        num_attention_heads=d.num_attention_heads,
-        num_key_value_heads=d.num_key_value_heads,
-        head_dim=d.head_dim,
-        linear_num_key_heads=d.linear_num_key_heads,
-        linear_num_value_heads=d.linear_num_value_heads,
-        linear_key_head_dim=d.linear_key_head_dim,
-        linear_value_head_dim=d.linear_value_head_dim,
         linear_conv_kernel_dim=CONV_HISTORY + 1,
-        rms_norm_eps=d.rms_norm_eps,
-        max_position_embeddings=d.max_position_embeddings,
-        tie_word_embeddings=d.tie_word_embeddings,
         rope_parameters={
             "rope_type": "default",
             "rope_theta": d.rope_theta,
             "partial_rotary_factor": d.rotary_dim / d.head_dim,
         },
-        attn_implementation="sdpa",
+        attn_implementation="sdpa",  # type: ignore[call-arg]
     )
 
 
@@ -266,7 +259,7 @@ def _text_model(weights: Weights, d: ModelDimensions) -> Any:
     """Transformers' module, made without memory of its own and then given the parameters."""
     config = text_config(d)
     with torch.device("meta"):
-        model = modeling.Qwen3_5TextModel(config)
+        model: Any = modeling.Qwen3_5TextModel(config)
     model.requires_grad_(False)
     model.load_state_dict(_parameters(weights, d), strict=True, assign=True)
     # Frequencies are no part of a state dict; they stay float32 at any dtype, as `from_pretrained` keeps them.
@@ -279,7 +272,7 @@ def _parameters(weights: Weights, d: ModelDimensions) -> dict[str, Tensor]:
     dtype = weights.embedding.dtype
     named = {"embed_tokens.weight": weights.embedding, "norm.weight": weights.norm_h}
     for n, w in enumerate(weights.layers):
-        gate, up = w.mlp.gate_up.split(d.intermediate_size)
+        gate, up = torch.split(w.mlp.gate_up, d.intermediate_size)
         parts = {
             "input_layernorm.weight": w.norm_h,
             "post_attention_layernorm.weight": w.mlp.norm_h,
@@ -288,7 +281,7 @@ def _parameters(weights: Weights, d: ModelDimensions) -> dict[str, Tensor]:
             "mlp.down_proj.weight": w.mlp.down,
         }
         if isinstance(w, AttentionWeights):
-            q, k, v = w.in_proj.split([2 * d.query_dim, d.kv_dim, d.kv_dim])
+            q, k, v = torch.split(w.in_proj, [2 * d.query_dim, d.kv_dim, d.kv_dim])
             parts |= {
                 "self_attn.q_proj.weight": q,
                 "self_attn.k_proj.weight": k,
@@ -300,7 +293,7 @@ def _parameters(weights: Weights, d: ModelDimensions) -> dict[str, Tensor]:
         else:
             heads = d.linear_num_value_heads
             rows = [d.conv_dim, d.value_dim, heads, heads]
-            qkv, z, b, a, _ = w.in_proj.split([*rows, len(w.in_proj) - sum(rows)])
+            qkv, z, b, a, _ = torch.split(w.in_proj, [*rows, len(w.in_proj) - sum(rows)])
             parts |= {
                 "linear_attn.in_proj_qkv.weight": qkv,
                 "linear_attn.in_proj_z.weight": z,
@@ -326,5 +319,5 @@ def _forked_cache(cache: Cache, count: int, device: torch.device) -> Cache:
     for layer in fork.layers:
         tables = {name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)}
         vars(layer).update(tables)  # a delta-rule layer's tensors, by the number of the state
-    fork.reorder_cache(torch.zeros(count, dtype=torch.int64, device=device))
+    fork.reorder_cache(torch.zeros(count, dtype=torch.int64, device=device))  # type: ignore[arg-type]
     return fork

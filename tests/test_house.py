@@ -27,7 +27,7 @@ _KNOWN = {
     ("ops.kernels.linear_variants", "ops.linear_tuned"),
 }
 """Imports that are to go."""
-_KNOWN_FILES = {"engine/config.py", "ops/__init__.py", "ops/kernels/__init__.py"}
+_KNOWN_FILES = {"ops/__init__.py", "ops/kernels/__init__.py"}
 """Files that are to be shorter, or to say what their folder is."""
 
 _BASE = ("engine.errors", "engine.prompt", "engine.statistics")
@@ -39,14 +39,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.prompt": ("engine.errors",),
     "engine.statistics": ("engine.errors",),
     "engine.options": (),
-    "engine.config": ("engine.errors", "engine.options"),
+    "engine.resources": (),
+    "engine.values": ("engine.errors",),
+    "engine.config": ("engine.errors", "engine.options", "engine.values"),
     "engine.wire": ("engine.wire", *_BASE),
     "engine.load": ("engine.load", "engine.wire", "engine.errors", *_OPTIONS, "ops"),
     "engine.plan": (
         "engine.plan", "engine.load.dimensions", *_BASE, *_OPTIONS, "graphs.rungs", "graphs.times", "ops.tables",
     ),
     "engine.run": (
-        "engine.run", "engine.plan", "engine.load.dimensions", "engine.load.tensors", *_BASE, "graphs", "ops",
+        "engine.run", "engine.plan", "engine.load.dimensions", "engine.load.environment", "engine.load.tensors", *_BASE,
+        "graphs", "ops",
     ),
     "engine": ("engine", "graphs", "ops", "configs"),
     "configs": (),

@@ -71,6 +71,7 @@ def rope_table(dimensions: ModelDimensions, positions: int, *, dtype: torch.dtyp
     Text positions are equal in all three mrope sections, so plain rotary angles serve.
     """
     rotary = dimensions.rotary_dim
-    inverse = 1.0 / dimensions.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.int64).float() / rotary)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
+    even = torch.arange(0, rotary, 2, dtype=torch.int64, device="cpu")
+    inverse = 1.0 / dimensions.rope_theta ** (even.float() / rotary)
+    angles = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * inverse
     return torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype).to(device)

@@ -11,14 +11,17 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from engine.config import SPLITS, EngineConfig, dtype_bytes
 from engine.errors import CapacityError, shown
 from engine.load.dimensions import ModelDimensions
-from engine.plan.layout import Layout, Segment
+from engine.plan.layout import Layout, Segment, build_layout
 from engine.plan.memory import scratch_bytes
 from engine.plan.schedule import Limits, plan_passes
+from engine.prompt import Prompt
 from graphs.rungs import rung
-from graphs.times import PassTimes
-from ops.tables import CHUNK, MAX_ROWS
+from graphs.times import PassTimes, measured
+from ops.sizes import crosses_border
+from ops.tables import MAX_ROWS
 
 _UNFOLDED = 6  # a longer list shows its first entries, how many are left out, and its last
 _HEAD = 3
@@ -117,6 +120,23 @@ class ExplainReport:
         return table
 
 
+def explain_prompts(
+    questions: Sequence[Sequence[Prompt]],
+    config: EngineConfig,
+    dimensions: ModelDimensions,
+    names: Sequence[str],
+) -> ExplainReport:
+    """What a request of these candidates would run under each split, that of `config`, which is resolved, first."""
+    splits = sorted(SPLITS, key=lambda split: split != config.split)
+    return explain_report(
+        {split: build_layout(questions, split) for split in splits},
+        dimensions,
+        dtype_bytes(config.dtype),
+        question_names=names,
+        times=measured(config.model) if config.dtype == "bfloat16" else (),
+    )
+
+
 def explain_report(
     layouts: Mapping[str, Layout],
     dimensions: ModelDimensions,
@@ -169,7 +189,7 @@ def _figures(
 
     def states(prefixes: Sequence[Segment]) -> int:
         """A prefix that crosses no chunk border goes on with its parent's state."""
-        return sum(s.end // CHUNK > s.start // CHUNK for s in prefixes)
+        return sum(crosses_border(s.start, s.end) for s in prefixes)
 
     def snapshots(prefixes: Sequence[Segment]) -> int:
         return sizes.buffers(kv_rows=sum(s.length for s in prefixes), slots=len(prefixes), states=states(prefixes))

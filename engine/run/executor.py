@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import InferenceError
+from engine.load.environment import explain_failure
 from engine.plan.schedule import BufferSizes, Pass, Plan
 from engine.run.device import computing
 from engine.run.model import Backbone
@@ -80,7 +81,8 @@ class Executor:
                 traceback.clear_frames(error.__traceback__)  # they hold what the failed pass had allocated
                 if isinstance(error, AssertionError):
                     raise
-                raise InferenceError(f"model inference failed: {type(error).__name__}: {error}") from error
+                told = explain_failure(error) or f"{type(error).__name__}: {error}"
+                raise InferenceError(f"model inference failed: {told}") from error
             order = torch.tensor([place for one in plan.passes for place in one.outputs], device="cpu")
             return torch.empty_like(hidden).index_copy_(0, order, hidden), counters
 
