@@ -13,7 +13,6 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
@@ -29,9 +28,9 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 from engine.help import command_help
 from engine.overrides import keys, prepared, text_options
-from engine.resources import CONFIGS
+from engine.resources import CONFIGS, EXAMPLE, example
 
-EXAMPLE = "configs/requests/support_ticket.json"
+DEFAULT = f"{EXAMPLE}support_ticket"
 """The request that commands take when none is given."""
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -122,8 +121,7 @@ def as_config_error(error: Exception, config_class: type[EngineConfig]) -> Confi
 def read_request(request: str | None, stdin: BinaryIO) -> tuple[bytes, str]:
     """The body of one request and where it is from. Raises ConfigError when it cannot be read."""
     if request is None:
-        folder, _, path = EXAMPLE.partition("/")
-        return files(folder).joinpath(path).read_bytes(), f"{EXAMPLE} (the example; choose with request=FILE)"
+        return readable(DEFAULT).read_bytes(), f"{DEFAULT} (choose with request=FILE)"
     if request == "-":
         return stdin.read(), "standard input"
     return readable(request).read_bytes(), request
@@ -131,7 +129,7 @@ def read_request(request: str | None, stdin: BinaryIO) -> tuple[bytes, str]:
 
 def readable(name: str) -> Path:
     """The path of a file that can be opened. Raises ConfigError naming it, and a file with nearly that name."""
-    path = Path(name).expanduser()
+    path = example(name) if name.startswith(EXAMPLE) else Path(name).expanduser()
     try:
         path.open("rb").close()
     except FileNotFoundError:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from engine.errors import CheckpointError, ConfigError
+from engine.hub import existing_folder
 from engine.load.checkpoint import Checkpoint, open_checkpoint, read_dimensions, read_json
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter, read_settings
@@ -72,9 +73,8 @@ def check(
     bar: bool = False,
 ) -> tuple[dict[str, str], list[str]]:  # fmt: skip
     """Facts and findings. Raises ConfigError when there is nothing to check, or nothing to check it against."""
-    for name, place in (("FOLDER", folder), ("--base", base)):
-        if place is not None and not Path(place).is_dir():
-            raise ConfigError(f"{name} {place}: no such folder")
+    folder = str(existing_folder(f"FOLDER {folder}", folder))
+    base = None if base is None else str(existing_folder(f"--base {base}", base))
     findings = _Findings()
     kind = findings.of(kind_of, folder)
     if kind is None:

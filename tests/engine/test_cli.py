@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from engine import cli
 from engine.config import EngineConfig, ScoreConfig
 from engine.errors import ConfigError, InferenceError, RequestError
 from engine.score import score
@@ -93,8 +92,8 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_the_example_is_scored_and_named_when_no_request_is_given(engine: FakeEngine) -> None:
     run = Run(engine)
     assert run.code == 0
-    assert engine.seen == [(ROOT / cli.EXAMPLE).read_bytes()]
-    assert cli.EXAMPLE in run.err
+    assert engine.seen == [(ROOT / "configs" / "requests" / "support_ticket.json").read_bytes()]
+    assert "request: example:support_ticket (choose with request=FILE)" in run.err
     assert engine.open == 0
 
 
