@@ -11,7 +11,10 @@ _SHOWN_CHARACTERS = 120
 
 def shown(value: Any) -> str:
     """`repr` of a value, shortened so that a 4 MiB state never fills a log line."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # a value of the caller's own kind, or an integer of more digits than Python prints
+        text = f"a value of type {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}... ({len(text)} characters)"
 
 

@@ -24,7 +24,13 @@ def existing_folder(option: str, value: str) -> Path:
 
     `option` is how the user gave it. Raises ConfigError that says where it was looked for.
     """
-    folder = expanded(option, value)
+    try:
+        return _existing(option, value, expanded(option, value))
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot be read: {error.strerror}") from None
+
+
+def _existing(option: str, value: str, folder: Path) -> Path:
     if folder.is_dir():
         return _snapshot(option, folder) if folder.name.startswith(_REPOSITORY) else folder
     if folder.exists():

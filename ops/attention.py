@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention_prepare import COLUMN_UNIT, check_head_size
-from ops.checks import STORAGE, check_at_least, check_multiple, check_tables, check_tensor
+from ops.checks import STORAGE, check_at_least, check_head_size, check_multiple, check_tables, check_tensor
 from ops.cpu import cpu_kernel
+from ops.sizes import COLUMN_UNIT
 from ops.tables import (
     PACKED,
     ROW_POSITION,

@@ -16,16 +16,13 @@ LEAST_LOG_DECAY, -inf too, counts as that. A row of NaN reaches its own segment 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_at_most, check_separate, check_tables, check_tensor
 from ops.cpu import cpu_kernel
-from ops.sizes import LEAST_LOG_DECAY
+from ops.sizes import CHUNK, COLUMN_UNIT, LEAST_LOG_DECAY, DeltaSizes
 from ops.tables import (
-    CHUNK,
     MAX_ROWS,
     NUM_ROWS,
     NUM_SEGMENTS,
@@ -41,33 +38,6 @@ from ops.tables import (
     HostTables,
     virtual_rows,
 )
-
-
-@dataclass(frozen=True)
-class DeltaSizes:
-    """What the shapes of the arguments say about the layer."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @classmethod
-    def of(cls, tail_gates: Tensor, states: Tensor) -> DeltaSizes:
-        _, value_heads, key_dim, value_dim = states.shape
-        return cls(tail_gates.shape[2] - 2 * value_heads, value_heads, key_dim, value_dim)
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def tail_gates(self) -> int:
-        return 2 * self.value_heads + self.key_heads
 
 
 @torch.library.custom_op("forkgraph::delta_rule", mutates_args=("states",), device_types="cuda")
@@ -93,8 +63,8 @@ def delta_rule(
 
     n = _check(qkv, gates, tail_kv, tail_gates, states, tables)
     for name, size in (("key", n.key_dim), ("value", n.value_dim)):
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"delta_rule: a {name} head has {size} columns, wants a power of two from 16 on")
+        if size < COLUMN_UNIT or size & (size - 1):
+            raise ValueError(f"delta_rule: a {name} head has {size} columns, wants a power of two from {COLUMN_UNIT}")
     return launch_delta_rule(qkv, gates, tail_kv, tail_gates, states, tables, n)
 
 

@@ -23,18 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-CHUNK = 64
-"""Rows of a delta-rule chunk; chunks are anchored at absolute multiples of it."""
-CONV_HISTORY = 3
-"""Rows the width-4 convolution looks back."""
+from ops.sizes import CHUNK, CONV_HISTORY, num_chunks
+
 PACKED = 1 << 30
 """First virtual row that means a packed row of the same pass."""
 
 MAX_ROWS = 16_384
 MAX_SEGMENTS = 512
 MAX_READS = 1_024
-MAX_GROUP = 8
-"""Largest number of query heads per key/value head."""
 MAX_CHUNKS = 768
 """Chunks of one pass; bounds the delta rule's scratch. Enough for 255 branches that each straddle a border."""
 
@@ -126,7 +122,7 @@ class SegmentEntry:
 
     @property
     def num_chunks(self) -> int:
-        return (self.end - 1) // CHUNK - self.start // CHUNK + 1
+        return num_chunks(self.start, self.end)
 
 
 def chunk_capacity(rows: int) -> int:
@@ -144,11 +140,11 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
     lines, rows, total_chunks = [], 0, 0
     for e in entries:
         length, own = len(e.token_ids), PACKED + rows - e.start
-        num_chunks = (e.start + length - 1) // CHUNK - e.start // CHUNK + 1
+        touched = (e.start + length - 1) // CHUNK - e.start // CHUNK + 1  # `num_chunks`, without a call
         request, question = e.request, e.question
         lines.append(
             (
-                e.start, length, rows, total_chunks, num_chunks,
+                e.start, length, rows, total_chunks, touched,
                 e.state_read, e.state_write, e.slot_write, e.kv_write, question.first if question else e.start,
                 request.kv if request else own, question.kv if question else 0, own if e.kv_write < 0 else e.kv_write,
                 request.chunk if request else own, question.chunk if question else 0, own,
@@ -156,7 +152,7 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
             )
         )  # fmt: skip
         rows += length
-        total_chunks += num_chunks
+        total_chunks += touched
     count = len(entries)
     if not 0 < count <= MAX_SEGMENTS or rows > MAX_ROWS or total_chunks > MAX_CHUNKS or len(reads) > MAX_READS:
         _refuse_size(segments=count, rows=rows, chunks=total_chunks, reads=len(reads))

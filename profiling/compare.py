@@ -25,15 +25,15 @@ from comparison.journal import PASSES, Journal
 from comparison.loop import Comparison, scalar_head, unfinished
 from comparison.options import CompareConfig
 from comparison.report import page
-from measure import ROOT, environment
+from record import ROOT, environment
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from workloads import Workload, workloads
 
 from engine.cli import run_command, write_whole
-from engine.config import EngineConfig, nearest, resolve
+from engine.config import EngineConfig, resolve
 from engine.engine import Engine
-from engine.errors import ConfigError
+from engine.errors import ConfigError, nearest
 from engine.lines import Load
 
 

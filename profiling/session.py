@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TextIO
 
 import torch
-from measure import environment
+from record import environment
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 from workloads import workload_named

@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import nearest
-from engine.errors import ConfigError
+from engine.errors import ConfigError, nearest
 
 SETS = ("m1", "m2", "m3", "m4", "m5")
 FOLDER = Path(__file__).with_name("workloads")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from engine.plan.schedule import Limits
 from engine.prompt import Prompt, TokenIds
-from ops.tables import CHUNK
+from ops.sizes import CHUNK
 from tests.support import VOCABULARY
 
 SPLITS = ("exact", "aligned")

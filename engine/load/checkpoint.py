@@ -12,7 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, nearest
 from engine.load.dimensions import FULL, ModelDimensions
-from ops.tables import CONV_HISTORY
+from ops.sizes import CONV_HISTORY
 
 Kind = Literal["linear", "embedding", "norm", "gated_norm", "conv", "a_log", "dt_bias"]
 
@@ -34,6 +34,7 @@ RANDOM_NOTE = "The weights are random: answers show the mechanics and judge noth
 _PREFIXES = ("model.language_model.", "model.", "")
 _NOT_TEXT = ("model.visual.", "visual.", "model.mtp.", "mtp.", HEAD)
 DTYPES = ("BF16", "F32")  # float16 and quantised files would change values on the way to bfloat16
+_LARGEST_HEADER = 100_000_000  # bytes, as safetensors allows
 _BLOCK = 1 << 26  # elements of random weights made in float32 at once
 
 
@@ -181,7 +182,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
@@ -214,12 +217,31 @@ def _read_index(folder: Path) -> dict[str, str]:
 def open_shard(path: Path) -> Any:
     """The mapped safetensors file. Raises CheckpointError naming it when it is missing, damaged or cut short."""
     try:
+        with path.open("rb") as file:
+            size, stated = path.stat().st_size, _stated_bytes(file)
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
-        raise CheckpointError(f"{path}: damaged or cut short at {size:,} bytes ({error})") from None
+    except SafetensorError as error:
+        wanted = "" if stated is None else f", its header asks for {stated:,}"
+        raise CheckpointError(f"{path}: damaged or cut short: {size:,} bytes{wanted} ({error})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _stated_bytes(file: BinaryIO) -> int | None:
+    """Bytes that a safetensors file must have by its own header, or to hold it at all; None where it tells nothing."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST_HEADER:
+        return None
+    header = file.read(length)
+    if len(header) < length:
+        return 8 + length
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return 8 + length + int(max(ends, default=0))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None
 
 
 def _text_tensors(

@@ -28,6 +28,7 @@ from engine.load.package import (
     check_cua,
     check_open_jev,
     check_rank,
+    check_trained,
     files_of,
     folder_sha256,
     kind_of,
@@ -80,6 +81,8 @@ def check(
     if kind is None:
         return {}, list(findings.lines)
     facts: dict[str, str] = {"kind": kind}
+    if kind == "base":
+        findings.of(check_trained, folder)
     if kind in ("package", "adapter"):
         facts["checkpoint_sha256"] = folder_sha256(folder)
         _files(folder, kind, findings)

@@ -25,6 +25,7 @@ from engine.load.package import (
     check_cua,
     check_open_jev,
     check_rank,
+    check_trained,
     folder_sha256,
     kind_of,
     read_export,
@@ -159,6 +160,8 @@ def describe(config: EngineConfig) -> Description:
     dimensions = DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
     if config.checkpoint is not None and config.checkpoint != RANDOM:
         kind = kind_of(config.checkpoint)
+        if kind == "base" and config.head == "auto":
+            check_trained(config.checkpoint)
         weights = weights_folder(config.checkpoint, kind, config.base)
         dimensions = read_dimensions(weights)
         check_dimensions(dimensions, config.model, weights)

@@ -32,6 +32,12 @@ EXPORT = "open_jev_export.json"
 MODEL, TEMPERATURE, HEAD, ADAPTER = "model.json", "temperature.json", "head.pt", "adapter"
 PACKAGE_FILES = (MODEL, TEMPERATURE, HEAD, f"{ADAPTER}/{SETTINGS}", f"{ADAPTER}/{VALUES}")
 
+_OTHER_FAMILIES = (
+    "judge_config.json", "decision_config.json", "decision.json", "calibration.json", "head.safetensors",
+    "readout.safetensors",
+)  # fmt: skip
+"""Files of decision models that are not among the kinds above."""
+
 CHAT_PREFIX = "<|im_start|>user\n"
 CHAT_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """Around every prompt, as `engine.wire.prompts` writes it."""
@@ -89,8 +95,16 @@ class DecisionModel:
 
 
 def kind_of(folder: str | Path) -> Kind:
-    """By content. Raises CheckpointError for the repository around a package, with the folder that is meant."""
+    """By content. Raises CheckpointError for the repository around a package, with the folder that is meant, and for a
+    folder that cannot be read."""
     folder = Path(folder).expanduser()
+    try:
+        return _kind_of(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
+
+
+def _kind_of(folder: Path) -> Kind:
     if (folder / EXPORT).exists():
         return "export"
     if (folder / SETTINGS).exists() or (folder / VALUES).exists():
@@ -103,6 +117,17 @@ def kind_of(folder: str | Path) -> Kind:
     if inner.is_dir():
         raise CheckpointError(f"{folder}: the checkpoint is inside; give {inner}")
     return "base"
+
+
+def check_trained(folder: str | Path) -> None:
+    """Raise CheckpointError for a plain folder with files of a trained head, which answers without it would ignore."""
+    names = (*_OTHER_FAMILIES, MODEL, TEMPERATURE, HEAD, ADAPTER)
+    found = [name for name in names if (Path(folder).expanduser() / name).exists()]
+    if found:
+        raise CheckpointError(
+            f"{folder}: {', '.join(found)} belong to a decision model of a kind that is not supported; "
+            "head=yes_minus_no asks its base weights without training, for other answers"
+        )
 
 
 def weights_folder(checkpoint: str, kind: Kind, base: str | None) -> str:
@@ -160,7 +185,7 @@ def read_export(folder: str | Path, hidden_size: int) -> DecisionModel:
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         raise CheckpointError(f"{file}: head_weight must be a list of numbers")
     with np.errstate(over="ignore"):  # an infinite weight is refused below
-        weight = np.array(values, np.float64).astype(np.float32)
+        weight = np.array([_float(value) for value in values], np.float64).astype(np.float32)
     bias, temperature = _get(file, said, "head_bias", float), _get(file, said, "temperature", float)
     return DecisionModel(
         file=file,
@@ -285,7 +310,15 @@ def _get(file: Path, said: dict[str, Any], key: str, kind: type[Value]) -> Value
         raise CheckpointError(f"{file}: {key} is missing")
     value = said[key]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = _float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise CheckpointError(f"{file}: {key}={shown(value)} must be of type {kind.__name__}")
     return value
+
+
+def _float(value: float) -> float:
+    """Infinite where the file spells out an integer that no float holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

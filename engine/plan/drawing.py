@@ -20,7 +20,8 @@ from engine.plan.schedule import Limits, plan_passes
 from engine.prompt import Prompt
 from graphs.rungs import rung
 from graphs.times import PassTimes, measured
-from ops.tables import CHUNK, MAX_ROWS
+from ops.sizes import crosses_border
+from ops.tables import MAX_ROWS
 
 _UNFOLDED = 6  # a longer list shows its first entries, how many are left out, and its last
 _HEAD = 3
@@ -188,7 +189,7 @@ def _figures(
 
     def states(prefixes: Sequence[Segment]) -> int:
         """A prefix that crosses no chunk border goes on with its parent's state."""
-        return sum(s.end // CHUNK > s.start // CHUNK for s in prefixes)
+        return sum(crosses_border(s.start, s.end) for s in prefixes)
 
     def snapshots(prefixes: Sequence[Segment]) -> int:
         return sizes.buffers(kv_rows=sum(s.length for s in prefixes), slots=len(prefixes), states=states(prefixes))

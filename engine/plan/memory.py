@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from engine.load.dimensions import ModelDimensions
 from engine.plan.schedule import BufferSizes
-from ops.tables import CHUNK, chunk_capacity
+from ops.sizes import CHUNK
+from ops.tables import chunk_capacity
 
 WORKSPACE_BYTES = 96 * 2**20
 """What the BLAS library and the allocator's rounding take beside the tensors."""

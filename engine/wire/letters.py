@@ -99,7 +99,7 @@ def read_system_message(file: str | None, *, check: bool) -> str:
     try:
         content = Path(file).expanduser().read_bytes()
         text = content.decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last where `~` is nobody's home
         raise ConfigError(f"letters.system_message={file}: {error}") from None
     found = hashlib.sha256(content).hexdigest()
     if check and found != SYSTEM_SHA256:

@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ops import tables as t
-from ops.attention_prepare import COLUMN_UNIT
 from ops.kernels.rows import sigmoid
+from ops.sizes import COLUMN_UNIT
 
 
 @dataclass(frozen=True, kw_only=True)

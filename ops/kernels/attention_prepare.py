@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops import tables as t
-from ops.attention_prepare import COLUMN_UNIT, num_query_heads
+from ops.sizes import COLUMN_UNIT, num_query_heads
 
 WARPS = 4
 
@@ -129,7 +129,7 @@ def launch_attention_prepare(
     reads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     d, width = q_norm.shape[0], k_cache.shape[1]
-    heads, kv_heads = num_query_heads(q_proj, d, kv_offset), width // d
+    heads, kv_heads = num_query_heads(q_proj.shape[1], d, kv_offset), width // d
     q = q_proj.new_empty(q_proj.shape[0], heads * d)
     k, v = kv_proj.new_empty(kv_proj.shape[0], width), kv_proj.new_empty(kv_proj.shape[0], width)
     rows = max(q_proj.shape[0], kv_proj.shape[0])

@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ops import tables as t
-from ops.delta_rule import DeltaSizes
-from ops.sizes import LEAST_LOG_DECAY
+from ops.sizes import CHUNK, LEAST_LOG_DECAY, DeltaSizes
 
 PREPARE_PROGRAMS = 396
 PREPARE_WARPS = 4
@@ -41,7 +40,7 @@ SCAN_LANES = 4
 PRECISION = "tf32x3"
 """Of products of float32 tiles; products of bfloat16 tiles are exact and summed in float32."""
 
-_CHUNK = tl.constexpr(t.CHUNK)
+_CHUNK = tl.constexpr(CHUNK)
 _PACKED = tl.constexpr(t.PACKED)
 _LEAST_LOG_DECAY = tl.constexpr(LEAST_LOG_DECAY)
 _CHUNKS = tl.constexpr(t.CHUNKS)
@@ -60,20 +59,20 @@ _QUESTION = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_QUESTION * t.MAX_SEGMENTS)
 _OWN = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_OWN * t.MAX_SEGMENTS)
 
 # The plan of a chunk, int32: virtual row of each row it has, packed row of each row it owns (-1: none), then words.
-_PLAN_OWN = tl.constexpr(t.CHUNK)
-_PLAN_READ = tl.constexpr(2 * t.CHUNK)  # slot to take the state from; -1 zeros; _KEEP the state of the chunk before
-_PLAN_WRITE = tl.constexpr(2 * t.CHUNK + 1)  # slot to leave the state in; -1 none
-_PLAN_FULL = tl.constexpr(2 * t.CHUNK + 2)  # 1 if the chunk ends at a border, and so moves the state
-_PLAN_WIDTH = tl.constexpr(2 * t.CHUNK + 4)
+_PLAN_OWN = tl.constexpr(CHUNK)
+_PLAN_READ = tl.constexpr(2 * CHUNK)  # slot to take the state from; -1 zeros; _KEEP the state of the chunk before
+_PLAN_WRITE = tl.constexpr(2 * CHUNK + 1)  # slot to leave the state in; -1 none
+_PLAN_FULL = tl.constexpr(2 * CHUNK + 2)  # 1 if the chunk ends at a border, and so moves the state
+_PLAN_WIDTH = tl.constexpr(2 * CHUNK + 4)
 _KEEP = tl.constexpr(-2)
 
 # Factors of a (chunk, value head), five rows of 64 float32.
 _BETA = tl.constexpr(0)  # of V
-_KEY = tl.constexpr(t.CHUNK)  # of K S: beta exp(G) / |k|
-_QUERY = tl.constexpr(2 * t.CHUNK)  # of Q S: exp(G) dk^-0.5 / |q|
-_WRITE = tl.constexpr(3 * t.CHUNK)  # of V' on its way into the state: exp(G_63 - G) / |k|
-_CARRY = tl.constexpr(4 * t.CHUNK)  # of S: exp(G_63), repeated
-_FACTORS = tl.constexpr(5 * t.CHUNK)
+_KEY = tl.constexpr(CHUNK)  # of K S: beta exp(G) / |k|
+_QUERY = tl.constexpr(2 * CHUNK)  # of Q S: exp(G) dk^-0.5 / |q|
+_WRITE = tl.constexpr(3 * CHUNK)  # of V' on its way into the state: exp(G_63 - G) / |k|
+_CARRY = tl.constexpr(4 * CHUNK)  # of S: exp(G_63), repeated
+_FACTORS = tl.constexpr(5 * CHUNK)
 
 _TILE = tl.constexpr(16)
 
@@ -347,10 +346,10 @@ def launch_delta_rule(
     group = n.value_heads // n.key_heads
     programs = min(capacity * n.key_heads, PREPARE_PROGRAMS)
     plan = tables.new_empty(capacity, _PLAN_WIDTH.value)
-    inverse = qkv.new_empty(capacity, n.value_heads, t.CHUNK, t.CHUNK)
+    inverse = qkv.new_empty(capacity, n.value_heads, CHUNK, CHUNK)
     scores = torch.empty_like(inverse)
     factors = gates.new_empty(capacity, n.value_heads, _FACTORS.value)
-    work = gates.new_empty(programs, group, t.CHUNK, t.CHUNK)
+    work = gates.new_empty(programs, group, CHUNK, CHUNK)
     out = qkv.new_empty(qkv.shape[0], n.value_heads * n.value_dim)
     prepare_kernel[(programs,)](
         qkv, gates, tail_kv, tail_gates, tables, plan, inverse, scores, factors, work, **heads,

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ops import tables as t
-from ops.gdn_conv import NORM_EPS, ConvSizes
 from ops.kernels.rows import sigmoid
+from ops.sizes import CHUNK, NORM_EPS, ConvSizes
 
 ROWS = 8
 """Rows of a block; they are loaded at once."""
@@ -32,7 +32,7 @@ REGISTERS = 64
 Elsewhere the cap would spill."""
 
 _PACKED = tl.constexpr(t.PACKED)
-_CHUNK = tl.constexpr(t.CHUNK)
+_CHUNK = tl.constexpr(CHUNK)
 _ROW_POSITION = tl.constexpr(t.ROW_POSITION)
 _ROW_SEGMENT = tl.constexpr(t.ROW_SEGMENT)
 _START = tl.constexpr(t.SEGMENTS + t.SEG_START * t.MAX_SEGMENTS)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from cases import Ceilings
-from gemm_only import gemm_only_cost, gemm_only_us, matrices_of
-from measure import clocks
+from cases.gemm import gemm_only_cost, gemm_only_us, matrices_of
+from inputs import Ceilings
+from record import clocks
 from torch import Tensor
 from workloads import Workload
 

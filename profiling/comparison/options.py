@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from workloads import SETS
 
-from engine.config import EngineConfig, nearest
-from engine.errors import ConfigError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, nearest
 from engine.options import RunOptions
 
 BASE, REFERENCE, PLAIN = "base", "independent", "plain"

@@ -268,3 +268,8 @@ def test_importing_the_engine_needs_no_hydra() -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_d47_a_value_that_cannot_be_shown_is_told_by_its_type() -> None:
+    with pytest.raises(ConfigError, match=r"seed=a value of type int is not a whole number"):
+        EngineConfig(seed=10**5_000)

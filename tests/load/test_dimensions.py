@@ -11,7 +11,7 @@ from engine.errors import CheckpointError
 from engine.load.dimensions import DIMENSIONS, FULL, LINEAR, ModelDimensions
 from engine.plan.schedule import BufferSizes
 from engine.run.snapshot import SnapshotBuffers
-from ops.tables import CHUNK, CONV_HISTORY
+from ops.sizes import CHUNK, CONV_HISTORY
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

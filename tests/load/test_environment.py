@@ -21,6 +21,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.explain import explain
 from engine.load.environment import check_environment, explain_failure
+from engine.wire.letters import read_system_message
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = {"device": "cuda:0", "dtype": "bfloat16", "schedule": "auto", "graphs": "captured"}
@@ -205,6 +206,8 @@ def test_d38_without_a_home_a_cache_is_asked_for_by_name(tmp_path: Path) -> None
     for name in ("cache_dir", "checkpoint", "tokenizer"):
         with pytest.raises(ConfigError, match=rf"^{name}=~/x: this user has no home folder; give the whole path$"):
             resolve(EngineConfig(device="cpu", **{name: "~/x"}))
+    with pytest.raises(ConfigError, match=r"^letters\.system_message=~/x: .*home"):
+        read_system_message("~/x", check=False)
     with Engine.load(device="cpu", cache_dir=tmp_path / "cache") as engine:
         assert engine.score(NOUL).model == "forkgraph/tiny"
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.delta_rule import DeltaSizes, delta_rule
+from ops.delta_rule import delta_rule
+from ops.sizes import DeltaSizes
 from tests.ops.delta_paths import Place
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ops import delta_rule as operator
-from ops.delta_rule import DeltaSizes, delta_rule
-from ops.sizes import LEAST_LOG_DECAY
+from ops.delta_rule import delta_rule
+from ops.sizes import LEAST_LOG_DECAY, DeltaSizes
 from tests.ops.delta_paths import Path, Piece, Place, check_pieces, entry, run_levels, run_tree, span
 
 SMALL = DeltaSizes(key_heads=1, value_heads=2, key_dim=16, value_dim=16)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.gdn_conv import ConvSizes, gdn_conv, gdn_conv_reference, rnorm_reference
+from ops.gdn_conv import gdn_conv, gdn_conv_reference, rnorm_reference
 from ops.kernels import gdn_conv as kernels
 from ops.kernels.gdn_conv import launch_gdn_conv
-from ops.tables import CHUNK, TABLE_WORDS, SegmentEntry, Source, fill
+from ops.sizes import CHUNK, ConvSizes
+from ops.tables import TABLE_WORDS, SegmentEntry, Source, fill
 from tests.ops.test_ops_rows import ulps
 
 UNTOUCHED = 7.0

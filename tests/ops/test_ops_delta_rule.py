@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ops.delta_rule import DeltaSizes, delta_rule
+from ops.delta_rule import delta_rule
+from ops.sizes import DeltaSizes
 from ops.tables import Source
 from tests.ops.delta_paths import (
     Path,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, RequestError
-from engine.plan.layout import ALIGNMENT, Layout, build_layout, independent_layout
+from engine.plan.layout import Layout, build_layout, independent_layout
 from engine.prompt import Prompt
-from ops.tables import CHUNK
+from ops.sizes import CHUNK
 from tests.strategies import SPLITS, requests
 
 
@@ -196,10 +196,6 @@ def test_aligned_question_prefix_begins_where_the_request_prefix_was_cut():
     questions = [[prompt(*state, *head, 1), prompt(*state, *head, 2)], [prompt(*state, 7)]]
     expected = [("request", 0, 64), ("question", 64, 64), ("branch", 128, 3), ("branch", 128, 3), ("branch", 64, 37)]
     assert shape(build_layout(questions, "aligned")) == expected
-
-
-def test_alignment_is_the_chunk_of_the_delta_rule():
-    assert ALIGNMENT == CHUNK
 
 
 def test_independent_shares_nothing():

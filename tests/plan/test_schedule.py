@@ -14,9 +14,8 @@ from engine.errors import CapacityError
 from engine.plan.layout import Layout, build_layout, independent_layout
 from engine.plan.schedule import BufferSizes, Limits, Pass, Plan, plan_passes
 from engine.prompt import Prompt
+from ops.sizes import CHUNK, CONV_HISTORY
 from ops.tables import (
-    CHUNK,
-    CONV_HISTORY,
     MAX_SEGMENTS,
     PACKED,
     SEG_CHUNK_OWN,

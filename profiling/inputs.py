@@ -1,16 +1,11 @@
-"""Passes, inputs and floors for timing operators without a model, and what the scripts' command lines share.
+"""Passes, inputs and floors of operators at real sizes, without a model.
 
 Shape letters: R packed rows (a rung), C convolved channels q|k|v, Hk/Hv key/value heads of the delta rule.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,10 +15,19 @@ from engine.load.checkpoint import TensorSpec, random_tensor
 from engine.load.dimensions import ModelDimensions
 from engine.run.snapshot import AttentionBuffers, GdnBuffers
 from graphs.rungs import rung
-from ops.tables import CHUNK, CONV_HISTORY, TABLE_WORDS, SegmentEntry, Source, fill
+from ops.sizes import CHUNK, CONV_HISTORY
+from ops.tables import TABLE_WORDS, SegmentEntry, Source, fill
 
 DTYPE = torch.bfloat16
-_BYTES, _F32 = 2, 4
+_BYTES, _F32 = DTYPE.itemsize, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The least a task can move (each input read once, each output written once) and compute."""
+
+    bytes: int
+    flops: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,26 +40,6 @@ class Ceilings:
     def floor_us(self, cost: Cost) -> float:
         """Microseconds that bytes or operations need, whichever need longer. No launch, no latency."""
         return max(cost.bytes / self.tbytes, cost.flops / self.tflops) / 1e6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The least a task can move (each input read once, each output written once) and compute."""
-
-    bytes: int
-    flops: int = 0
-
-
-def projections(d: ModelDimensions) -> dict[str, tuple[int, int]]:
-    """The fused products of a layer by name: rows and columns of the weight."""
-    h, i = d.hidden_size, d.intermediate_size
-    return {
-        "delta-rule in": (d.gdn_proj, h),
-        "attention in": (d.attention_proj, h),
-        "mixer out": (h, d.value_dim),
-        "gate, up": (2 * i, h),
-        "down": (h, i),
-    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +95,7 @@ class PassCase:
             for n in self.lengths
         ]
         block = np.zeros(TABLE_WORDS, dtype=np.int32)
-        reads = [(s, n - 1) for s, n in enumerate(self.lengths)]
-        fill(block, entries, reads)
+        fill(block, entries, [(s, n - 1) for s, n in enumerate(self.lengths)])
         return torch.from_numpy(block).to(device)
 
 
@@ -170,12 +153,7 @@ def attention_snapshot(dimensions: ModelDimensions, prefix: int, device: torch.d
 def delta_rule_cost(dimensions: ModelDimensions, case: PassCase) -> Cost:
     """Rows of the pass and of an open tail, the shared state once, and the products of whole 64-row chunks."""
     d = dimensions
-    hk, hv, dk, dv = (
-        d.linear_num_key_heads,
-        d.linear_num_value_heads,
-        d.linear_key_head_dim,
-        d.linear_value_head_dim,
-    )
+    hk, hv, dk, dv = d.linear_num_key_heads, d.linear_num_value_heads, d.linear_key_head_dim, d.linear_value_head_dim
     row = (d.conv_dim + d.value_dim) * _BYTES + 2 * (hv + hk) * _F32
     tail = case.prefix % CHUNK * ((d.key_dim + d.value_dim) * _BYTES + (2 * hv + hk) * _F32)
     state = hv * dk * dv * _F32 if case.prefix >= CHUNK else 0
@@ -183,9 +161,8 @@ def delta_rule_cost(dimensions: ModelDimensions, case: PassCase) -> Cost:
     scores = 2 * hk * 2 * CHUNK * CHUNK * dk  # K K^T and Q K^T
     values = 2 * hv * 2 * CHUNK * CHUNK * dv  # T V and P V'
     states = hv * 2 * CHUNK * dk * dv  # K S and Q S in every chunk, the update in complete ones
-    return Cost(
-        bytes=case.rows * row + tail + state, flops=touched * (scores + values + 2 * states) + complete * states
-    )
+    flops = touched * (scores + values + 2 * states) + complete * states
+    return Cost(bytes=case.rows * row + tail + state, flops=flops)
 
 
 def attention_cost(dimensions: ModelDimensions, case: PassCase) -> Cost:
@@ -193,62 +170,3 @@ def attention_cost(dimensions: ModelDimensions, case: PassCase) -> Cost:
     d = dimensions
     elements = case.rows * (3 * d.query_dim + 2 * d.kv_dim) + case.prefix * 2 * d.kv_dim
     return Cost(bytes=elements * _BYTES, flops=case.pairs * d.query_dim * 4)
-
-
-def linear_cost(rows: int, outputs: int, inputs: int) -> Cost:
-    return Cost(bytes=(rows * inputs + outputs * inputs + rows * outputs) * _BYTES, flops=2 * rows * outputs * inputs)
-
-
-# Command lines.
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, repeats: int) -> None:
-    """The options that every script has: --out, --repeats and the ceilings."""
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append one JSON line per measurement to FILE")
-    parser.add_argument("--repeats", type=positive, default=repeats, help="samples per measurement (%(default)s)")
-    parser.add_argument("--tbytes", type=float, default=Ceilings.tbytes, help="copy ceiling, TB/s (%(default)s)")
-    parser.add_argument("--tflops", type=float, default=Ceilings.tflops, help="product ceiling, TFLOP/s (%(default)s)")
-
-
-def ceilings_of(arguments: argparse.Namespace) -> Ceilings:
-    return Ceilings(tbytes=arguments.tbytes, tflops=arguments.tflops)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def several(one: Callable[[str], Any], allowed: Sequence[Any] | None = None) -> Callable[[str], list[Any]]:
-    """An argparse type: values separated by commas, each of `allowed` when that is given."""
-
-    def parse(text: str) -> list[Any]:
-        values = [one(part) for part in text.split(",")]
-        for value in values:
-            if allowed is not None and value not in allowed:
-                raise argparse.ArgumentTypeError(f"{value} is not one of {', '.join(map(str, allowed))}")
-        return values
-
-    return parse
-
-
-def without_cuda(program: str) -> bool:
-    """Says so in one line when there is no CUDA device; the script then ends with exit code 2."""
-    if torch.cuda.is_available():
-        return False
-    print(f"{program}: no CUDA device is visible; these measurements need one", file=sys.stderr, flush=True)
-    return True
-
-
-def progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their widest cell: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in [headers, *rows]) for i in range(len(headers))]
-    for first, *rest in [headers, *rows]:
-        cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(rest, widths[1:], strict=True))]
-        print("  ".join(cells).rstrip(), flush=True)
