@@ -87,7 +87,9 @@ class Tokens:
             raise CheckpointError(f"tokenizer: not a tokenizer.json: {error!r}") from error
         try:
             self._tokenizer = Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises no narrower type
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library raises no narrower type, and its panics are no Exception
             raise CheckpointError(f"tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -83,6 +83,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "an added token that is a list": (tokenizer(lambda t: t["added_tokens"][0].update(content=[5])), NOT_A_TOKENIZER),
     "an added token without flags": (tokenizer(lambda t: t["added_tokens"][1].pop("lstrip")), NOT_A_TOKENIZER),
     "null for merges": (tokenizer(lambda t: t["model"].update(merges=None)), "model/tokenizer.json: "),
+    "a prefix longer than tokens": (tokenizer(lambda t: t["model"].update(continuing_subword_prefix="x" * 20)),
+                                    "model/tokenizer.json: "),
     "a deep tokenizer": (put("tokenizer.json", DEEP), f"{NOT_A_TOKENIZER}: RecursionError"),
     "a folder for the tokenizer": (folder_in_place_of("tokenizer.json"),
                                    "tokenizer.json: cannot be read: Is a directory"),
@@ -185,7 +187,9 @@ def test_d45_what_may_not_be_read_is_not_called_missing(whole: Path, somebody_el
 def test_d46_a_trained_head_that_would_be_ignored_is_refused(folder: Path, name: str) -> None:
     (folder / name).write_text("{}")
     (folder / "adapter").mkdir()
-    text = f"{folder}: {name}, adapter belong to a decision model of a kind that is not supported yet; head=yes_minus_no"
+    text = (
+        f"{folder}: {name}, adapter belong to a decision model of a kind that is not supported yet; head=yes_minus_no"
+    )
     with pytest.raises(CheckpointError) as caught:
         Engine.load(device="cpu", checkpoint=folder)
     assert str(caught.value).startswith(text)
