@@ -9,8 +9,10 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig, cache_folder
+from engine.errors import ConfigError
 from engine.load.dimensions import ModelDimensions
 from engine.load.opening import open_model
+from engine.load.projections import projection_shapes
 from engine.load.tensors import Weights
 from engine.load.weights import load_weights
 from engine.plan.planning import Planner
@@ -21,7 +23,7 @@ from engine.run.model import Backbone
 from engine.wire.answers import Provenance
 from engine.wire.processor import Processor
 from graphs.rungs import COVERING, rung
-from graphs.tuning.tuner import prepare
+from graphs.tuning.tuner import UnknownEnvironmentError, prepare
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned
 
@@ -74,7 +76,13 @@ def make_executor(
     if made is not None:
         torch.cuda.current_stream().wait_event(made)
     if config.gemm == "tuned":
-        prepare(dimensions, device=torch.device(config.device), cache_dir=cache_folder(config), progress=progress)
+        try:
+            prepare(
+                projection_shapes(dimensions), device=torch.device(config.device), cache_dir=cache_folder(config),
+                progress=progress,
+            )  # fmt: skip
+        except UnknownEnvironmentError as error:
+            raise ConfigError(f"gemm=tuned cannot be believed here: {error}; use gemm=fixed") from None
     backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs == "compiled")
     graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
     return Executor(backbone, capture_limit_bytes=graphs_bytes)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
 import torch
+from rich import progress as bars_of
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine.cli import console, run_command, write_whole
 from engine.config import RANDOM, EngineConfig, cache_folder, resolve
 from engine.errors import ConfigError
 from engine.load.opening import describe
+from engine.load.projections import projection_shapes
+from engine.run.device import Progress, owner_of
 from graphs.tuning.report import report
 from graphs.tuning.search import Findings
-from graphs.tuning.table import Key, Table, encode
-from graphs.tuning.tuner import table_path, tune
+from graphs.tuning.table import Environment, Table, encode
+from graphs.tuning.tuner import UnknownEnvironmentError, table_path, tune
 
 
 @dataclass(kw_only=True)
@@ -34,8 +37,19 @@ def main() -> None:
     sys.exit(run_command("tune", TuneConfig, lambda config: search_and_report(config, stderr=sys.stderr)))
 
 
+def tune_in_turn(
+    shapes: Sequence[tuple[int, int]], *, device: torch.device, cache_dir: Path, progress: Progress
+) -> tuple[Findings, Environment, Table]:
+    """`tune` on the thread that owns the device."""
+    return (
+        owner_of(device)
+        .client()
+        .report(lambda step: tune(shapes, device=device, cache_dir=cache_dir, progress=step), progress)
+    )
+
+
 def search_and_report(
-    config: TuneConfig, *, stderr: TextIO, search: Callable[..., tuple[Findings, Key, Table]] = tune
+    config: TuneConfig, *, stderr: TextIO, search: Callable[..., tuple[Findings, Environment, Table]] = tune_in_turn
 ) -> int:
     """Search, keep what was found, and report. Raises ConfigError where there is nothing to tune."""
     config = resolve(replace(config, checkpoint=config.checkpoint or RANDOM))
@@ -45,22 +59,26 @@ def search_and_report(
     if config.dtype != "bfloat16":
         raise ConfigError(f"dtype={config.dtype}: only bfloat16 products are tuned; gemm=fixed serves float32")
     cache_dir = cache_folder(config)
-    with Progress(
+    with bars_of.Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
         console=Console(stderr=True), transient=True, disable=not stderr.isatty(),
     ) as bars:  # fmt: skip
         bar = bars.add_task(f"tuning {config.model}", total=None)
-        findings, key, table = search(
-            describe(config).dimensions,
-            device=device,
-            cache_dir=cache_dir,
-            progress=lambda done, total: bars.update(bar, completed=done, total=total),
-        )
-    console(stderr).print(f"{config.model} on {key.gpu}, driver {key.driver}, torch {key.torch}, cuBLAS {key.cublas}\n")
+        try:
+            findings, environment, table = search(
+                projection_shapes(describe(config).dimensions),
+                device=device,
+                cache_dir=cache_dir,
+                progress=lambda done, total: bars.update(bar, completed=done, total=total),
+            )
+        except UnknownEnvironmentError as error:
+            raise ConfigError(f"nothing can be tuned: {error}; gemm=fixed needs no tuning") from None
+    e = environment
+    console(stderr).print(f"{config.model} on {e.gpu}, driver {e.driver}, torch {e.torch}, cuBLAS {e.cublas}\n")
     console(stderr).print(report(findings))
-    console(stderr).print(f"\nkept in {table_path(cache_dir, key)}")
+    console(stderr).print(f"\nkept in {table_path(cache_dir, environment)}")
     if config.out is not None:
-        write_whole(Path(config.out).expanduser(), encode(key, table))
+        write_whole(Path(config.out).expanduser(), encode(environment, table))
     return 0
 
 

@@ -23,7 +23,8 @@ from torch import Tensor
 from cases import Case, column
 from engine.config import RANDOM
 from engine.errors import ConfigError
-from engine.load.dimensions import FULL, ModelDimensions
+from engine.load.dimensions import ModelDimensions
+from engine.load.projections import layer_projections
 from engine.load.tensors import Weights
 from engine.run.model import Linear
 from graphs.rungs import rung
@@ -34,13 +35,8 @@ LINEARS: dict[str, Linear] = HANDLES | {"default": F.linear}
 
 def products(dimensions: ModelDimensions) -> list[tuple[int, int]]:
     """(outputs N, inputs K) of every projection, in the order of a forward, four a layer."""
-    d = dimensions
-    h, i = d.hidden_size, d.intermediate_size
-    shapes = []
-    for kind in d.layer_types:
-        mixer_in, mixer_out = (d.attention_proj, d.query_dim) if kind == FULL else (d.gdn_proj, d.value_dim)
-        shapes += [(mixer_in, h), (h, mixer_out), (2 * i, h), (h, i)]
-    return shapes
+    layers = (layer_projections(dimensions, kind).values() for kind in dimensions.layer_types)
+    return [(product.rows, product.columns) for layer in layers for product in layer]
 
 
 def gemm_only_cost(dimensions: ModelDimensions, rows: int) -> Cost:

@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.load.dimensions import DIMENSIONS
+from engine.load.projections import projection_shapes
 from graphs.tuning import candidates as offer
+from graphs.tuning import trials as trials_module
 from graphs.tuning import tuner
-from graphs.tuning.trials import GpuLab
+from graphs.tuning.trials import GpuTrials
 from ops import blas, linear_tuned
 from ops.linear import linear_fixed
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Variant, product
+from ops.linear_tuned import CUBLASLT, FIXED, Variant, product
 
 SMALL = [
     Variant(rows=16, columns=32, depth=32, warps=4, stages=2),
@@ -104,18 +106,18 @@ def switches_now() -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[GpuLab]:
+def trials() -> Iterator[GpuTrials]:
     with torch.cuda.device(CUDA):
-        lab = GpuLab(CUDA)
-        yield lab
-        lab.close()
+        trials = GpuTrials(CUDA)
+        yield trials
+        trials.close()
 
 
 @pytest.fixture(scope="module")
 def tuned_9b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder in which 9B has been prepared."""
     folder = tmp_path_factory.mktemp("cache")
-    tuner.prepare(DIMENSIONS["9b"], device=CUDA, cache_dir=folder)
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=folder)
     return folder
 
 
@@ -130,8 +132,18 @@ def test_the_librarys_own_choice_breaks_equality() -> None:
 
 
 @pytest.mark.gpu
-def test_the_byte_test_sees_it_too(lab: GpuLab) -> None:
-    assert not all(lab.same_bytes((4_096, 12_288, rows), CUBLAS) for rows in (64, 96, 128))
+def test_the_byte_test_sees_it_too(trials: GpuTrials, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = trials_module.product
+    monkeypatch.setattr(trials_module, "product", lambda name: F.linear if name == "torch" else plain(name))
+    assert not all(trials.same_bytes((4_096, 12_288, rows), "torch") for rows in (64, 96, 128))
+
+
+@pytest.mark.gpu
+def test_the_librarys_choice_through_our_handle_has_the_bits_of_fixed(trials: GpuTrials) -> None:
+    """Without split K it sums as `fixed` does, at rows where torch's own choice does not."""
+    for n, k in SHAPES_9B:
+        for rows in (64, 72, 96, 128, 320, 1_088, 3_136):
+            assert trials.same_bytes((n, k, rows), CUBLASLT), (n, k, rows)
 
 
 @pytest.mark.gpu
@@ -139,8 +151,8 @@ def test_the_byte_test_sees_it_too(lab: GpuLab) -> None:
 def test_every_algorithm_chosen_has_the_bits_of_fixed_at_its_rung(tuned_9b: Path, rows: int) -> None:
     """Through the operator, in eager and from a graph, with data of its own."""
     linear_tuned.missed.clear()
-    tuner.prepare(DIMENSIONS["9b"], device=CUDA, cache_dir=tuned_9b)
-    for n, k in tuner.weight_shapes(DIMENSIONS["9b"]):
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=tuned_9b)
+    for n, k in projection_shapes(DIMENSIONS["9b"]):
         w, x = bfloat16(n, k) * k**-0.5, bfloat16(rows, k)
         expected = linear_fixed(x, w)
         assert same(linear_tuned.linear_tuned(x, w), expected), (n, k)
@@ -157,7 +169,7 @@ def test_every_algorithm_chosen_has_the_bits_of_fixed_at_its_rung(tuned_9b: Path
 
 @pytest.mark.gpu
 def test_a_row_that_is_not_finite_spoils_no_other(tuned_9b: Path) -> None:
-    tuner.prepare(DIMENSIONS["9b"], device=CUDA, cache_dir=tuned_9b)
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=tuned_9b)
     for n, k in SHAPES_9B:
         w, x = bfloat16(n, k) * k**-0.5, bfloat16(320, k)
         clean = linear_tuned.linear_tuned(x, w)
@@ -170,23 +182,23 @@ def test_a_row_that_is_not_finite_spoils_no_other(tuned_9b: Path) -> None:
 @pytest.mark.gpu
 def test_a_warm_start_runs_no_product(tuned_9b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nobody(*_: object) -> None:
-        raise AssertionError("a laboratory was opened")
+        raise AssertionError("trials were opened")
 
-    monkeypatch.setattr(tuner, "in_lab", nobody)
-    tuner.prepare(DIMENSIONS["9b"], device=CUDA, cache_dir=tuned_9b)
+    monkeypatch.setattr(tuner, "open_trials", nobody)
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=tuned_9b)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", list(dict.fromkeys((*offer.FEW_ROWS, *offer.SEVERAL_ROWS, *offer.MANY_ROWS))),
                          ids=lambda v: v.name)  # fmt: skip
-def test_every_tile_has_the_bits_of_fixed(lab: GpuLab, variant: Variant) -> None:
+def test_every_tile_has_the_bits_of_fixed(trials: GpuTrials, variant: Variant) -> None:
     """At whole and partial tiles of rows and columns."""
     for cell in ((12_352, 4_096, 72), (16_480, 5_120, 320), (4_096, 12_288, 64), (4_096, 4_096, 1_120)):
-        assert lab.same_bytes(cell, variant.name), cell
+        assert trials.same_bytes(cell, variant.name), cell
 
 
 @pytest.mark.gpu
-def test_codes_are_products_and_mostly_have_the_bits_of_fixed(lab: GpuLab) -> None:
+def test_codes_are_products_and_mostly_have_the_bits_of_fixed(trials: GpuTrials) -> None:
     for n, k in SHAPES_9B:
         for rows in (64, 320, 3_136):
             codes = blas.codes(n, k, rows, 8)
@@ -195,36 +207,59 @@ def test_codes_are_products_and_mostly_have_the_bits_of_fixed(lab: GpuLab) -> No
             out = blas.coded(codes[0])(x, w)
             exact = x[:5].double() @ w.double().T
             assert (out[:5] - exact).norm() <= 5e-3 * exact.norm()
-            assert any(lab.same_bytes((n, k, rows), f"{CUBLASLT}#{code}") for code in codes)
+            assert any(trials.same_bytes((n, k, rows), f"{CUBLASLT}#{code}") for code in codes)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [64, 320, 1_088])
-def test_whatever_is_offered_can_be_timed(lab: GpuLab, rows: int) -> None:
+def test_whatever_is_offered_can_be_timed(trials: GpuTrials, rows: int) -> None:
     cell = (4_096, 4_096, rows)
     names = offer.candidates(cell)
-    times = lab.times(cell, names, careful=True)
-    assert {FIXED, CUBLAS, CUBLASLT, *(v.name for v in offer.variants(cell))} <= set(times)
+    times = trials.times(cell, names, careful=True)
+    assert {FIXED, CUBLASLT, *(v.name for v in offer.variants(cell))} <= set(times)
     floor = 1e6 * max(2 * 4_096 * 4_096 / 5e12, 2 * rows * 4_096 * 4_096 / 1e15)
     assert all(us > 0.8 * floor for us in times.values()), "faster than the memory or the tensor cores"
 
 
 @pytest.mark.gpu
-def test_the_switches_are_put_back(lab: GpuLab) -> None:
-    before = switches_now()
-    x, w = bfloat16(64, 4_096), bfloat16(4_096, 4_096)
-    for name in (CUBLAS, CUBLASLT, f"{CUBLASLT}@128"):
-        product(name)(x, w)
-        assert switches_now() == before
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            product(name)(x, w)
-        assert switches_now() == before
-        with pytest.raises(RuntimeError):
-            product(name)(x, w[:, :64].contiguous())
-        assert switches_now() == before
-        assert lab.times((4_096, 4_096, 64), [name], careful=False).keys() == {name}
-        assert switches_now() == before
+def test_d33_products_neither_set_nor_obey_a_switch_of_the_process() -> None:
+    x, w = bfloat16(64, 12_288), bfloat16(4_096, 12_288)
+    code = blas.codes(4_096, 12_288, 64, 1)[0]
+    names = (FIXED, CUBLASLT, f"{CUBLASLT}@128", f"{CUBLASLT}#{code}")
+    expected = {name: product(name)(x, w) for name in names}
+    matmul = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    try:
+        for reduced in (False, True):
+            for preferred in ("cublas", "cublaslt"):
+                torch.backends.cuda.preferred_blas_library(preferred)
+                matmul.allow_bf16_reduced_precision_reduction = reduced
+                torch.set_float32_matmul_precision("medium" if reduced else "highest")
+                before = switches_now()
+                for name in names:
+                    assert same(product(name)(x, w), expected[name]), (name, reduced, preferred)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        out = product(name)(x, w)
+                    graph.replay()
+                    assert same(out, expected[name])
+                    with pytest.raises((RuntimeError, ValueError)):
+                        product(name)(x, w[:, :64].contiguous())
+                assert switches_now() == before
+    finally:
+        torch.backends.cuda.preferred_blas_library(library)
+        matmul.allow_bf16_reduced_precision_reduction = True
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+def test_the_library_is_the_one_that_torch_has_loaded() -> None:
+    assert (
+        blas.version() == torch.backends.cuda.get_cublaslt_version()
+        if hasattr(torch.backends.cuda, "get_cublaslt_version")
+        else blas.version() > 120_000
+    )
+    assert len(blas._loaded(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")) == 1  # type: ignore[union-attr]
 
 
 @pytest.mark.gpu
