@@ -31,7 +31,7 @@ _KNOWN_FILES = {"ops/__init__.py", "ops/kernels/__init__.py"}
 """Files that are to be shorter, or to say what their folder is."""
 
 _BASE = ("engine.errors", "engine.prompt", "engine.statistics")
-_OPTIONS = ("engine.config", "engine.options")
+_OPTIONS = ("engine.config", "engine.hub", "engine.options")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": ("ops",),
     "graphs": ("graphs", "ops"),
@@ -39,9 +39,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.prompt": ("engine.errors",),
     "engine.statistics": ("engine.errors",),
     "engine.options": (),
-    "engine.resources": (),
+    "engine.resources": ("engine.errors",),
+    "engine.hub": ("engine.errors", "engine.values"),
     "engine.values": ("engine.errors",),
-    "engine.config": ("engine.errors", "engine.options", "engine.values"),
+    "engine.config": ("engine.errors", "engine.hub", "engine.options", "engine.values"),
     "engine.wire": ("engine.wire", *_BASE),
     "engine.load": ("engine.load", "engine.wire", "engine.errors", *_OPTIONS, "ops"),
     "engine.plan": (

@@ -12,8 +12,6 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from graphs.rungs import LADDER
 from ops.linear_tuned import CUBLASLT, Cell, product
 
 FORMAT = 2
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "tuned"
 logger = logging.getLogger("forkgraph")
 
 
@@ -123,7 +122,7 @@ def write(path: Path, environment: Environment, table: Table) -> None:
 
 def shipped(environment: Environment) -> dict[Cell, tuple[str, ...]]:
     """The winners that ship for this GPU, untested here. Codes of another cuBLAS mean nothing and are left out."""
-    found = _read(files("configs").joinpath("tuned", shipped_name(environment.gpu)))
+    found = _read(SHIPPED / shipped_name(environment.gpu))
     if found is None:
         return {}
     names = found[1].names
@@ -136,7 +135,7 @@ def shipped_name(gpu: str) -> str:
     return f"{'-'.join(gpu.lower().split())}.json"
 
 
-def _read(path: Path | Traversable) -> tuple[Environment, Table] | None:
+def _read(path: Path) -> tuple[Environment, Table] | None:
     try:
         return decode(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
