@@ -257,9 +257,7 @@ class TestEngine:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", DIMENSIONS)
-def test_the_kernels_pass_on_this_gpu(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_kernels_pass_on_this_gpu(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors are printed; nothing stays allocated; the record that is left says it all."""
     plain = examination._error
 
@@ -282,7 +280,7 @@ def test_the_kernels_pass_on_this_gpu(
 
 @pytest.mark.gpu
 def test_a_kernel_made_wrong_is_found_on_this_gpu() -> None:
-    """Scores are scaled by half of what they should be."""
+    """Its scores are half of what they should be."""
     right = OPERATORS["attention"]
 
     def wrong(q: Tensor, *others: Any) -> Tensor:
