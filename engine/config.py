@@ -152,7 +152,8 @@ class EngineConfig:
     nvtx: bool = False
     """Emit NVTX ranges in the domain `forkgraph`, for a profiler that watches this process."""
     cache_dir: str | None = None
-    """Where tiny checkpoints and tuned products are kept. Without one: `forkgraph` in the user's cache folder."""
+    """Where tiny checkpoints, tuned products and passed self-tests are kept. Without one: `forkgraph` in the user's
+    cache folder."""
     tokens: TokensConfig = field(default_factory=TokensConfig)
     letters: LettersConfig = field(default_factory=LettersConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
