@@ -215,11 +215,22 @@ class ScoreConfig(EngineConfig):
     """`forkgraph score`."""
 
     request: str | None = None
-    """A .json request, a .jsonl file with one request per line, or `-` for one request on standard input."""
+    """A .json request, a .jsonl or .parquet file with many, or `-` for one request on standard input."""
+    questions: str | None = None
+    """JSON file with the questions that are asked of each `state` in a .parquet request."""
     out: str | None = None
     """File for the answers; without one they go to standard output."""
+    overwrite: bool = False
+    """Replace a file that `out` names. Without it many requests go on where they stopped, and others are refused."""
+    retry_failed: bool = False
+    """Try again what an earlier run has an error row for."""
     progress: bool = True
-    """Draw a progress bar for .jsonl on a terminal."""
+    """Draw a progress bar for many requests on a terminal."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("request", "questions", "out"):
+            setattr(self, name, path_of(name, getattr(self, name), "file"))
 
 
 @dataclass(kw_only=True)
