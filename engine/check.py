@@ -11,12 +11,13 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from engine import process
 from engine.config import MODELS
 from engine.errors import ConfigError
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:], stdout=sys.stdout, stderr=sys.stderr))
+    process.run("check", lambda: run(sys.argv[1:], stdout=process.standard_output(), stderr=sys.stderr))
 
 
 def run(arguments: Sequence[str], *, stdout: TextIO, stderr: TextIO) -> int:
