@@ -32,7 +32,8 @@ from cases import (
 from measure import Record, Results, graph_times
 from torch import Tensor
 
-from engine.load.dimensions import DIMENSIONS, FULL, ModelDimensions
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.projections import layer_projections
 from engine.run.model import Linear, Weights
 from ops.linear import linear_fixed
 
@@ -41,13 +42,9 @@ HANDLES: dict[str, Linear] = {"default": F.linear, "fixed": linear_fixed}
 
 def products(dimensions: ModelDimensions) -> list[tuple[int, int]]:
     """(outputs N, inputs K) of every projection, in the order of a forward, four a layer."""
-    d = dimensions
-    h, i = d.hidden_size, d.intermediate_size
-    shapes = []
-    for kind in d.layer_types:
-        mixer_in, mixer_out = (d.attention_proj, d.query_dim) if kind == FULL else (d.gdn_proj, d.value_dim)
-        shapes += [(mixer_in, h), (h, mixer_out), (2 * i, h), (h, i)]
-    return shapes
+    return [
+        (p.rows, p.columns) for kind in dimensions.layer_types for p in layer_projections(dimensions, kind).values()
+    ]
 
 
 def gemm_only_cost(dimensions: ModelDimensions, rows: int) -> Cost:

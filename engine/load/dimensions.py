@@ -165,11 +165,15 @@ class ModelDimensions:
 
     def weight_bytes(self, dtype_bytes: int) -> WeightBytes:
         """Weights on the device, fused and padded; `A_log` and the gated norm's weight are float32 at any dtype."""
+        from engine.load.projections import layer_projections
+
         h, value_heads = self.hidden_size, self.linear_num_value_heads
-        shared = 2 * h + 3 * self.intermediate_size * h
-        linear = self.gdn_proj * h + h * self.value_dim + (CONV_HISTORY + 1) * self.conv_dim + value_heads
-        full = self.attention_proj * h + h * self.query_dim + 2 * self.head_dim
-        elements = self.num_linear_layers * linear + self.num_full_layers * full + self.num_hidden_layers * shared + h
+        linear, full = (
+            2 * h + sum(p.rows * p.columns for p in layer_projections(self, kind).values()) for kind in (LINEAR, FULL)
+        )
+        linear += (CONV_HISTORY + 1) * self.conv_dim + value_heads
+        full += 2 * self.head_dim
+        elements = self.num_linear_layers * linear + self.num_full_layers * full + h
         float32 = self.num_linear_layers * (value_heads + self.linear_value_head_dim)
         return WeightBytes(layers=elements * dtype_bytes + float32 * _F32, embedding=self.vocab_size * h * dtype_bytes)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from engine.load.dimensions import ModelDimensions
+from engine.load.dimensions import FULL, ModelDimensions
 from engine.load.lora import Adapter
+from engine.load.projections import layer_projections
 from engine.run.model import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
 from ops.checks import ALIGNMENT
 
@@ -39,9 +40,11 @@ def load_weights(
         tensor = source(name).to(device=device, dtype=as_dtype).contiguous()
         return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()  # files align to 8 bytes
 
-    def fused(rows: int, inputs: int, *modules: str) -> Tensor:
+    def fused(rows: int, columns: int, modules: Sequence[str]) -> Tensor:
         """Their weights one below the other, zeros below them."""
-        whole, done = torch.empty(rows, inputs, dtype=dtype, device=device), 0
+        if len(modules) == 1:
+            return one(modules[0] + ".weight")
+        whole, done = torch.empty(rows, columns, dtype=dtype, device=device), 0
         for module in modules:
             part = source(module + ".weight")
             whole[done : done + len(part)].copy_(part)
@@ -49,56 +52,52 @@ def load_weights(
         whole[done:].zero_()
         return whole
 
-    def low_rank(weight: Tensor, *modules: str) -> LowRank | None:
-        return None if adapter is None else adapter.low_rank(modules, weight)
-
-    hidden = dimensions.hidden_size
     layers: list[GdnWeights | AttentionWeights] = []
     for n, kind in enumerate(dimensions.layer_types):
         p = f"layers.{n}."
-        gate_up_modules = [p + "mlp.gate_proj", p + "mlp.up_proj"]
-        gate_up = fused(2 * dimensions.intermediate_size, hidden, *gate_up_modules)
-        down = one(p + "mlp.down_proj.weight")
+        matrix: dict[str, Tensor] = {}
+        lora: dict[str, LowRank | None] = {}
+        for projection in layer_projections(dimensions, kind).values():
+            modules = [p + module for module in projection.modules]
+            weight = fused(projection.rows, projection.columns, modules)
+            matrix[projection.name] = weight
+            lora[projection.name] = None if adapter is None else adapter.low_rank(modules, weight)
         mlp = MlpWeights(
             norm_h=one(p + "post_attention_layernorm.weight"),
-            gate_up=gate_up,
-            down=down,
-            gate_up_lora=low_rank(gate_up, *gate_up_modules),
-            down_lora=low_rank(down, p + "mlp.down_proj"),
+            gate_up=matrix["gate_up"],
+            down=matrix["down"],
+            gate_up_lora=lora["gate_up"],
+            down_lora=lora["down"],
         )
         norm_h = one(p + "input_layernorm.weight")
-        if kind == "full_attention":
+        if kind == FULL:
             a = p + "self_attn."
-            in_modules = [f"{a}{name}_proj" for name in "qkv"]
-            in_proj, out_proj = fused(dimensions.attention_proj, hidden, *in_modules), one(a + "o_proj.weight")
             layers.append(
                 AttentionWeights(
                     norm_h=norm_h,
-                    in_proj=in_proj,
+                    in_proj=matrix["in_proj"],
                     q_norm=one(a + "q_norm.weight"),
                     k_norm=one(a + "k_norm.weight"),
-                    out_proj=out_proj,
+                    out_proj=matrix["out_proj"],
                     mlp=mlp,
-                    in_lora=low_rank(in_proj, *in_modules),
-                    out_lora=low_rank(out_proj, a + "o_proj"),
+                    in_lora=lora["in_proj"],
+                    out_lora=lora["out_proj"],
                 )
             )
         else:
             g = p + "linear_attn."
-            in_modules = [f"{g}in_proj_{name}" for name in ("qkv", "z", "b", "a")]
-            in_proj, out_proj = fused(dimensions.gdn_proj, hidden, *in_modules), one(g + "out_proj.weight")
             layers.append(
                 GdnWeights(
                     norm_h=norm_h,
-                    in_proj=in_proj,
+                    in_proj=matrix["in_proj"],
                     conv=one(g + "conv1d.weight").view(dimensions.conv_dim, -1),
                     a_log=one(g + "A_log", torch.float32),
                     dt_bias=one(g + "dt_bias"),
                     out_norm=one(g + "norm.weight", torch.float32),
-                    out_proj=out_proj,
+                    out_proj=matrix["out_proj"],
                     mlp=mlp,
-                    in_lora=low_rank(in_proj, *in_modules),
-                    out_lora=low_rank(out_proj, g + "out_proj"),
+                    in_lora=lora["in_proj"],
+                    out_lora=lora["out_proj"],
                 )
             )
         if progress is not None:
