@@ -24,6 +24,7 @@ from engine.config import RANDOM, SPLITS, EngineConfig, resolve
 from engine.errors import CapacityError, ConfigError, ForkgraphError, InferenceError, RequestError
 from engine.load.dimensions import ModelDimensions
 from engine.load.opening import check_vocabulary, open_model
+from engine.load.projections import projection_shapes
 from engine.load.weights import Progress, load_weights
 from engine.plan.auto import fastest_first, passes_of
 from engine.plan.drawing import ExplainReport, explain_report
@@ -41,7 +42,7 @@ from engine.wire.prompts import build_prompts
 from engine.wire.requests import Request, parse_request
 from engine.wire.tokens import Tokens
 from graphs.rungs import LADDER, rung
-from graphs.tuning.tuner import prepare
+from graphs.tuning.tuner import UnknownEnvironmentError, prepare
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned
 from ops.tables import MAX_ROWS
@@ -96,7 +97,11 @@ class Engine:
             enable()
         if config.gemm == "tuned":
             assert config.cache_dir is not None
-            prepare(dimensions, device=torch.device(config.device), cache_dir=Path(config.cache_dir))
+            shapes, device = projection_shapes(dimensions), torch.device(config.device)
+            try:
+                prepare(shapes, device=device, cache_dir=Path(config.cache_dir))
+            except UnknownEnvironmentError as error:
+                raise ConfigError(f"gemm=tuned: {error}; use gemm=fixed") from None
         backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs != "eager")
         graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
         self._executor = Executor(backbone, capture_limit_bytes=graphs_bytes)

@@ -18,11 +18,12 @@ from engine.errors import ConfigError
 from engine.load.checkpoint import read_dimensions
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.package import weights_folder
+from engine.load.projections import projection_shapes
 from engine.load.tiny import tiny_config
 from graphs.tuning.report import report
 from graphs.tuning.search import Findings
-from graphs.tuning.table import Key, Table, encode
-from graphs.tuning.tuner import table_path, tune
+from graphs.tuning.table import Environment, Table, encode
+from graphs.tuning.tuner import UnknownEnvironmentError, table_path, tune
 
 
 @dataclass(kw_only=True)
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def search_and_report(
-    config: TuneConfig, *, stderr: TextIO, search: Callable[..., tuple[Findings, Key, Table]] = tune
+    config: TuneConfig, *, stderr: TextIO, search: Callable[..., tuple[Findings, Environment, Table]] = tune
 ) -> int:
     """Search, keep what was found, and report. Raises ConfigError where there is nothing to tune."""
     config = resolve(replace(config, checkpoint=config.checkpoint or RANDOM))
@@ -54,17 +55,21 @@ def search_and_report(
         console=Console(stderr=True), transient=True, disable=not stderr.isatty(),
     ) as bars:  # fmt: skip
         bar = bars.add_task(f"tuning {config.model}", total=None)
-        findings, key, table = search(
-            _dimensions(config),
-            device=device,
-            cache_dir=cache_dir,
-            progress=lambda done, total: bars.update(bar, completed=done, total=total),
-        )
-    console(stderr).print(f"{config.model} on {key.gpu}, driver {key.driver}, torch {key.torch}, cuBLAS {key.cublas}\n")
+        try:
+            findings, environment, table = search(
+                projection_shapes(_dimensions(config)),
+                device=device,
+                cache_dir=cache_dir,
+                progress=lambda done, total: bars.update(bar, completed=done, total=total),
+            )
+        except UnknownEnvironmentError as error:
+            raise ConfigError(f"nothing can be tuned: {error}; gemm=fixed needs no tuning") from None
+    e = environment
+    console(stderr).print(f"{config.model} on {e.gpu}, driver {e.driver}, torch {e.torch}, cuBLAS {e.cublas}\n")
     console(stderr).print(report(findings))
-    console(stderr).print(f"\nkept in {table_path(cache_dir, key)}")
+    console(stderr).print(f"\nkept in {table_path(cache_dir, environment)}")
     if config.out is not None:
-        write_whole(Path(config.out).expanduser(), encode(key, table))
+        write_whole(Path(config.out).expanduser(), encode(environment, table))
     return 0
 
 

@@ -1,28 +1,39 @@
-"""cuBLAS beside torch: its process-wide switches, its version, and single cuBLASLt algorithms.
+"""cuBLASLt through a handle of our own: no switch of torch or of the process reaches a product, and none is set.
 
-A cuBLASLt algorithm is named by its code, the 64 bytes in which the library describes it; a code holds for one version
-of the library. The codes offered here sum every output in one pass over K: no split, no workspace.
+The library is the one that torch has loaded. An algorithm sums every output in one pass over K: no split, no reduction.
+It is named by its code, the 64 bytes in which the library describes it; a code holds for one version of the library.
+What is asked of the library is asked once and kept, so that a captured product asks nothing. Safe to call from many
+threads.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+WORKSPACE_BYTES = 32 * 2**20
+"""Room that an algorithm may ask for, one buffer per stream; as much as torch gives the library on Hopper."""
 
 # Values of cublasLt.h and library_types.h.
 _COMPUTE_32F, _R_32F, _R_16BF = 68, 0, 14
 _DESC_TRANSA = 3
 _PREF_MAX_WORKSPACE_BYTES, _PREF_REDUCTION_SCHEME_MASK = 1, 3
+_CONFIG_SPLITK_NUM, _CONFIG_REDUCTION_SCHEME = 2, 3
 _NOT_SUPPORTED = 15
 
-_switching = threading.RLock()
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+_ASKED = 8  # algorithms among which the first that does not split is taken
 
 
 class _Algorithm(ctypes.Structure):
@@ -39,62 +50,34 @@ class _Heuristic(ctypes.Structure):
     )
 
 
-@contextmanager
-def switches(library: str, *, split_k: bool) -> Iterator[None]:
-    """Run a block with torch's products on `library` ("cublas" or "cublaslt"), with or without split K.
+def _once(make: Callable[P, T]) -> Callable[P, T]:
+    """`functools.cache` that makes a value once, also when several threads ask for it at the same time."""
+    made: dict[Any, T] = {}
+    lock = threading.RLock()
 
-    Both switches belong to the process. They are put back when the block ends, also by an error, and one block runs at
-    a time.
-    """
-    with _switching:
-        matmul = torch.backends.cuda.matmul
-        before = (
-            torch.backends.cuda.preferred_blas_library(),
-            (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k),
-        )
-        try:
-            _switch(library, (split_k, split_k))
-            yield
-        finally:
-            _switch(*before)
+    @wraps(make)
+    def kept(*key: P.args, **none: P.kwargs) -> T:
+        if key not in made:
+            with lock:
+                if key not in made:
+                    made[key] = make(*key, **none)
+        return made[key]
 
-
-def _switch(library: Any, reduction: tuple[bool, bool]) -> None:
-    # Split K can be off with cuBLASLt alone, so it is on while the library changes.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (True, True)
-    torch.backends.cuda.preferred_blas_library(library)
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduction
+    return kept
 
 
 def version() -> int:
-    """The version of the cuBLAS that torch runs on, for instance 130100."""
+    """The version of the cuBLAS that torch runs on, for instance 130100. Raises OSError where that is not known."""
     return int(_lt().cublasLtGetVersion())
 
 
 def codes(columns: int, inputs: int, rows: int, count: int) -> list[str]:
-    """Up to `count` algorithms for [rows, inputs] times the transpose of [columns, inputs], best guess first.
+    """Up to `count` algorithms without a workspace for [rows, inputs] times the transpose of [columns, inputs].
 
-    For buffers aligned to 256 bytes, on the current CUDA device.
+    Best guess first; for buffers aligned to 256 bytes, on the current CUDA device.
     """
-    lt, problem = _lt(), _problem(columns, inputs, rows)
-    preference = ctypes.c_void_p()
-    _check("cublasLtMatmulPreferenceCreate", lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-    settings = ((_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(0)), (_PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(0)))
-    for attribute, value in settings:
-        status = lt.cublasLtMatmulPreferenceSetAttribute(
-            preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
-        )
-        _check("cublasLtMatmulPreferenceSetAttribute", status)
-    found, returned = (_Heuristic * count)(), ctypes.c_int(0)
-    status = lt.cublasLtMatmulAlgoGetHeuristic(
-        _handle(torch.cuda.current_device()), problem.product, problem.w, problem.x, problem.out, problem.out,
-        preference, count, found, ctypes.byref(returned),
-    )  # fmt: skip
-    lt.cublasLtMatmulPreferenceDestroy(preference)
-    if status == _NOT_SUPPORTED:
-        return []
-    _check("cublasLtMatmulAlgoGetHeuristic", status)
-    return [bytes(h.algorithm).rstrip(b"\0").hex() for h in found[: returned.value] if h.state == 0]
+    found = _heuristics(torch.cuda.current_device(), columns, inputs, rows, count, 0)
+    return [bytes(h.algorithm).rstrip(b"\0").hex() for h in found]
 
 
 def coded(code: str) -> Callable[[Tensor, Tensor], Tensor]:
@@ -107,20 +90,80 @@ def coded(code: str) -> Callable[[Tensor, Tensor], Tensor]:
     if not 0 < len(data) <= ctypes.sizeof(_Algorithm):
         raise ValueError(f"a cuBLASLt code has 1 to {ctypes.sizeof(_Algorithm)} bytes, got {len(data)}: {code!r}")
     algorithm = _Algorithm.from_buffer_copy(data.ljust(ctypes.sizeof(_Algorithm), b"\0"))
-    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    return lambda x, w: _multiply(algorithm, 0, x, w)
 
-    def product(x: Tensor, w: Tensor) -> Tensor:
-        problem = _problem(w.shape[0], w.shape[1], x.shape[0])
-        out = x.new_empty(x.shape[0], w.shape[0])
-        status = _lt().cublasLtMatmul(
-            _handle(x.device.index), problem.product, ctypes.byref(one), w.data_ptr(), problem.w, x.data_ptr(),
-            problem.x, ctypes.byref(zero), out.data_ptr(), problem.out, out.data_ptr(), problem.out,
-            ctypes.byref(algorithm), None, 0, torch.cuda.current_stream(x.device).cuda_stream,
-        )  # fmt: skip
-        _check("cublasLtMatmul", status)
-        return out
 
-    return product
+def library_choice(x: Tensor, w: Tensor) -> Tensor:
+    """x [R, K] times w [N, K] by the library's own choice for these sizes among the algorithms that do not split K.
+
+    Both are bfloat16 and aligned to 256 bytes. Raises RuntimeError where there is no such algorithm.
+    """
+    choice = _choice(x.device.index, w.shape[0], w.shape[1], x.shape[0])
+    return _multiply(choice.algorithm, choice.workspace, x, w)
+
+
+def _multiply(algorithm: _Algorithm, workspace_bytes: int, x: Tensor, w: Tensor) -> Tensor:
+    device, stream = x.device.index, torch.cuda.current_stream(x.device).cuda_stream
+    problem = _problem(w.shape[0], w.shape[1], x.shape[0])
+    workspace = _workspace(device, stream).data_ptr() if workspace_bytes else None
+    out = x.new_empty(x.shape[0], w.shape[0])
+    status = _lt().cublasLtMatmul(
+        _handle(device), problem.product, ctypes.byref(_ONE), w.data_ptr(), problem.w, x.data_ptr(), problem.x,
+        ctypes.byref(_ZERO), out.data_ptr(), problem.out, out.data_ptr(), problem.out, ctypes.byref(algorithm),
+        workspace, workspace_bytes, stream,
+    )  # fmt: skip
+    _check("cublasLtMatmul", status)
+    return out
+
+
+@_once
+def _choice(device: int, columns: int, inputs: int, rows: int) -> _Heuristic:
+    found = _heuristics(device, columns, inputs, rows, _ASKED, WORKSPACE_BYTES)
+    if not found:
+        raise RuntimeError(f"cuBLASLt has no algorithm without split K for {rows} rows of a {columns}x{inputs} weight")
+    return found[0]
+
+
+def _heuristics(
+    device: int, columns: int, inputs: int, rows: int, count: int, workspace_bytes: int
+) -> list[_Heuristic]:
+    """Those of the library's first `count` answers that sum K in one pass, in its order."""
+    lt, problem, handle = _lt(), _problem(columns, inputs, rows), _handle(device)
+    preference = ctypes.c_void_p()
+    _check("cublasLtMatmulPreferenceCreate", lt.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
+    try:
+        for attribute, value in (
+            (_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(workspace_bytes)),
+            (_PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(0)),
+        ):
+            status = lt.cublasLtMatmulPreferenceSetAttribute(
+                preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
+            )
+            _check("cublasLtMatmulPreferenceSetAttribute", status)
+        found, returned = (_Heuristic * count)(), ctypes.c_int(0)
+        with torch.cuda.device(device):
+            status = lt.cublasLtMatmulAlgoGetHeuristic(
+                handle, problem.product, problem.w, problem.x, problem.out, problem.out,
+                preference, count, found, ctypes.byref(returned),
+            )  # fmt: skip
+    finally:
+        lt.cublasLtMatmulPreferenceDestroy(preference)
+    if status == _NOT_SUPPORTED:
+        return []
+    _check("cublasLtMatmulAlgoGetHeuristic", status)
+    return [h for h in found[: returned.value] if h.state == 0 and _sums_in_one_pass(h.algorithm)]
+
+
+def _sums_in_one_pass(algorithm: _Algorithm) -> bool:
+    """Whether it neither splits K nor adds up parts. One without these settings cannot."""
+    for attribute, most in ((_CONFIG_SPLITK_NUM, 1), (_CONFIG_REDUCTION_SCHEME, 0)):
+        value = ctypes.c_uint32(0)
+        status = _lt().cublasLtMatmulAlgoConfigGetAttribute(
+            ctypes.byref(algorithm), attribute, ctypes.byref(value), ctypes.sizeof(value), None
+        )
+        if status == 0 and value.value > most:
+            return False
+    return True
 
 
 class _Problem:
@@ -141,7 +184,7 @@ class _Problem:
         )
 
 
-@cache
+@_once
 def _problem(columns: int, inputs: int, rows: int) -> _Problem:
     return _Problem(columns, inputs, rows)
 
@@ -153,7 +196,15 @@ def _layout(height: int, width: int) -> ctypes.c_void_p:
     return layout
 
 
-@cache
+@_once
+def _workspace(device: int, stream: int) -> Tensor:
+    """The buffer of one stream, whose launches use it in turn. A graph holds its address, so it is never freed."""
+    if torch.cuda.is_current_stream_capturing():  # it would come from the graph's own memory
+        raise RuntimeError("a product's workspace cannot be made while capturing; run it once on this stream before")
+    return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+@_once
 def _handle(device: int) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
@@ -161,19 +212,36 @@ def _handle(device: int) -> ctypes.c_void_p:
     return handle
 
 
-@cache
+@_once
 def _lt() -> Any:
-    """The library that torch itself has loaded. Raises OSError where there is none."""
+    """The library that torch itself has loaded. Raises OSError where there is none, or more than one."""
     assert torch.version.cuda is not None
-    lt = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    name = f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}"
+    loaded = _loaded(name)
+    if len(loaded) > 1:
+        raise OSError(
+            f"{name} is loaded more than once, from {' and '.join(loaded)}, and torch could run on either; leave one"
+            " of them on LD_LIBRARY_PATH and among the installed packages"
+        )
+    try:
+        lt = ctypes.CDLL(name, mode=os.RTLD_NOLOAD)
+    except OSError:
+        raise OSError(f"torch has not loaded {name}") from None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     lt.cublasLtGetVersion.restype = size
     lt.cublasLtMatrixLayoutCreate.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int64]
-    for name in ("cublasLtMatmulDescSetAttribute", "cublasLtMatmulPreferenceSetAttribute"):
-        getattr(lt, name).argtypes = [pointer, ctypes.c_int, pointer, size]
+    for function in ("cublasLtMatmulDescSetAttribute", "cublasLtMatmulPreferenceSetAttribute"):
+        getattr(lt, function).argtypes = [pointer, ctypes.c_int, pointer, size]
+    lt.cublasLtMatmulAlgoConfigGetAttribute.argtypes = [pointer, ctypes.c_int, pointer, size, pointer]
     lt.cublasLtMatmulAlgoGetHeuristic.argtypes = [pointer] * 7 + [ctypes.c_int, pointer, pointer]
     lt.cublasLtMatmul.argtypes = [pointer] * 14 + [size, pointer]
     return lt
+
+
+def _loaded(name: str, maps: Path = Path("/proc/self/maps")) -> list[str]:
+    """Files of this process that go by the name of a library, minor versions included."""
+    paths = {fields[5] for line in maps.read_text().splitlines() if len(fields := line.split(maxsplit=5)) == 6}
+    return sorted(path for path in paths if f"{path.rpartition('/')[2]}.".startswith(f"{name}."))
 
 
 def _check(call: str, status: int) -> None:

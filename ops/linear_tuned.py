@@ -3,9 +3,8 @@
 Which one that is stands in a table that `install` fills before the first call. An algorithm is known by its name:
 
     fixed             the tile that defines the bits (ops/linear.py)
-    cublas            the library's own choice for the row count
-    cublaslt          the same from cuBLASLt, with split K off
-    cublaslt#CODE     one cuBLASLt algorithm (ops/blas.py)
+    cublaslt          cuBLASLt's own choice for the row count among the algorithms that do not split K (ops/blas.py)
+    cublaslt#CODE     one cuBLASLt algorithm
     tile ...          one Triton tile, for instance `tile 64x128x64 w4 s4 swapped`
     NAME@ROWS         any of these over that many rows, the ones past the end left undefined
 """
@@ -14,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ops import blas
@@ -31,7 +30,7 @@ Product = Callable[[Tensor, Tensor], Tensor]
 Cell = tuple[int, int, int]
 """N, K and R: rows of w, columns of both, rows of x."""
 
-FIXED, CUBLAS, CUBLASLT = "fixed", "cublas", "cublaslt"
+FIXED, CUBLASLT = "fixed", "cublaslt"
 ALIGNMENT = 256
 """Bytes that x and w are aligned to. The library may choose by alignment, so there is one only."""
 
@@ -41,6 +40,8 @@ missed: Counter[tuple[int, Cell]] = Counter()
 """Calls per device index and cell that the table did not know. They ran `fixed`, which has the same bits."""
 
 _products: dict[tuple[int, Cell], Product] = {}
+"""Of every engine of the process. Cells are added and replaced, by products with the same bits, and never removed."""
+_missing = threading.Lock()
 _FLAGS = ("swapped", "halves", "persistent", "early")
 _VARIANT = re.compile(r"tile (\d+)x(\d+)x(\d+) w(\d+) s(\d+)" + "".join(f"( {flag})?" for flag in _FLAGS))
 
@@ -86,18 +87,16 @@ def product(name: str) -> Product:
         return _padded(product(inner), int(rows))
     if inner == FIXED:
         return _fixed
-    if inner == CUBLAS:
-        return _library_choice(CUBLAS, split_k=True)
     if inner == CUBLASLT:
-        return _library_choice(CUBLASLT, split_k=False)
+        return blas.library_choice
     if inner.startswith(f"{CUBLASLT}#"):
         return blas.coded(inner.partition("#")[2])
     return _variant(Variant.named(inner))
 
 
 def is_one_kernel(name: str) -> bool:
-    """Whether the name stands for the same kernel at every row count; the library's own choices do not."""
-    return name.partition("@")[0] not in (CUBLAS, CUBLASLT)
+    """Whether the name stands for the same kernel at every row count; the library's own choice does not."""
+    return name.partition("@")[0] != CUBLASLT
 
 
 def install(names: Mapping[Cell, str], device: torch.device) -> None:
@@ -112,13 +111,15 @@ def chosen(device: int, cell: Cell) -> Product:
     found = _products.get((device, cell))
     if found is not None:
         return found
-    if not missed:
+    with _missing:
+        first = not missed
+        missed[device, cell] += 1
+    if first:
         columns, inputs, rows = cell
         logger.warning(
             "gemm=tuned: %d rows of a %dx%d weight were never tuned; fixed multiplies them and any others like them, "
             "with the same bits", rows, columns, inputs,
         )  # fmt: skip
-    missed[device, cell] += 1
     return _fixed
 
 
@@ -153,14 +154,6 @@ def _fixed(x: Tensor, w: Tensor) -> Tensor:
     from ops.kernels.linear import launch_linear_fixed
 
     return launch_linear_fixed(x, w)
-
-
-def _library_choice(library: str, *, split_k: bool) -> Product:
-    def choice(x: Tensor, w: Tensor) -> Tensor:
-        with blas.switches(library, split_k=split_k):
-            return F.linear(x, w)
-
-    return choice
 
 
 def _variant(variant: Variant) -> Product:

@@ -25,6 +25,7 @@ from torch import Tensor
 from engine.config import default_cache_dir
 from engine.load.checkpoint import RandomWeights
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.projections import projection_shapes
 from engine.load.weights import load_weights
 from engine.prompt import Prompt
 from engine.run.executor import Executor
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = random_weights(dimensions, positions=LONGEST)
     source = RandomWeights(dimensions, seed=0, dtype=DTYPE, device=device)
     exact = load_weights(source.tensor, dimensions, dtype=torch.float32, device=device, positions=LONGEST)
-    prepare(dimensions, device=device, cache_dir=default_cache_dir())
+    prepare(projection_shapes(dimensions), device=device, cache_dir=default_cache_dir())
     prompts = prompts_of(arguments.prompts, dimensions.vocab_size)
     found = compared(weights, exact, dimensions, linear_tuned, "fla", prompts)
     ratios = {

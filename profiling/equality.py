@@ -39,6 +39,7 @@ from torch import Tensor
 from engine.config import default_cache_dir
 from engine.errors import CapacityError, InferenceError
 from engine.load.dimensions import DIMENSIONS
+from engine.load.projections import projection_shapes
 from engine.plan.layout import Split
 from engine.run.executor import Executor
 from graphs.tuning.tuner import prepare
@@ -191,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dimensions = replace(dimensions, layer_types=dimensions.layer_types[: arguments.layers])
     weights = random_weights(dimensions, positions=LONGEST)
     if "tuned" in arguments.gemm:
-        prepare(dimensions, device=torch.device("cuda", 0), cache_dir=default_cache_dir())
+        prepare(projection_shapes(dimensions), device=torch.device("cuda", 0), cache_dir=default_cache_dir())
     sets = {"matrix": list(matrix(dimensions.vocab_size))}
     if arguments.random:
         sets["random"] = list(random_layouts(dimensions.vocab_size, arguments.random))

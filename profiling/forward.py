@@ -30,6 +30,7 @@ from engine.config import default_cache_dir
 from engine.errors import CapacityError
 from engine.load.checkpoint import RandomWeights
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.projections import projection_shapes
 from engine.load.weights import load_weights
 from engine.plan.layout import Split, build_layout, independent_layout
 from engine.plan.schedule import Limits, Plan, plan_passes
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     weights = random_weights(dimensions, positions=longest)
     results = Results(arguments.out) if arguments.out else None
     if "tuned" in arguments.gemm:
-        prepare(dimensions, device=torch.device("cuda", 0), cache_dir=default_cache_dir())
+        prepare(projection_shapes(dimensions), device=torch.device("cuda", 0), cache_dir=default_cache_dir())
     return run_workloads(weights, dimensions, arguments, results)
 
 

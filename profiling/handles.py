@@ -27,6 +27,7 @@ from torch import Tensor
 
 from engine.config import default_cache_dir
 from engine.load.dimensions import DIMENSIONS
+from engine.load.projections import projection_shapes
 from engine.run.model import Linear
 from graphs.rungs import rung
 from graphs.tuning.report import report
@@ -152,10 +153,11 @@ def searched(model: str, cache_dir: Path, table_file: Path) -> None:
             tenths.add(tenth)
             progress(f"{model}: {tenth}0 % searched")
 
-    findings, key, known = tune(DIMENSIONS[model], device=torch.device("cuda", 0), cache_dir=cache_dir, progress=say)
+    shapes, device = projection_shapes(DIMENSIONS[model]), torch.device("cuda", 0)
+    findings, environment, known = tune(shapes, device=device, cache_dir=cache_dir, progress=say)
     Console(file=sys.stderr, width=120).print(report(findings))
     table_file.parent.mkdir(parents=True, exist_ok=True)
-    table_file.write_text(encode(key, known))
+    table_file.write_text(encode(environment, known))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -199,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             searched(model, arguments.cache_dir, arguments.search)
             progress(f"{model}: searched in {time.perf_counter() - begin:.0f} s")
             begin = time.perf_counter()
-        prepare(DIMENSIONS[model], device=device, cache_dir=arguments.cache_dir)
+        prepare(projection_shapes(DIMENSIONS[model]), device=device, cache_dir=arguments.cache_dir)
         progress(f"{model}: tables ready in {time.perf_counter() - begin:.1f} s")
         matrices = random_matrices(DIMENSIONS[model], device)
         for rows in arguments.rows:

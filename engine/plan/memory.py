@@ -9,7 +9,8 @@ from engine.plan.schedule import BufferSizes
 from ops.tables import CHUNK, chunk_capacity
 
 WORKSPACE_BYTES = 96 * 2**20
-"""What the BLAS library and the allocator's rounding take beside the tensors."""
+"""Beside the tensors: 32 MiB of workspace for our own products (`ops.blas`), as much for torch's, and what the
+allocator rounds up."""
 
 
 @dataclass(frozen=True, kw_only=True)

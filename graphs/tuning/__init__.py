@@ -1,4 +1,4 @@
 """Which code runs a product: candidates, their times and byte tests, and the table of winners on disk.
 
-Imports `ops` and `graphs.rungs`. Knows weight shapes and row counts, no model and no question.
+Imports `ops`, `graphs.rungs` and `graphs.graph`. Knows weight shapes and row counts, no model and no question.
 """

@@ -8,7 +8,7 @@ the choice is wide.
 from __future__ import annotations
 
 from ops import blas
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Cell, Variant
+from ops.linear_tuned import CUBLASLT, FIXED, Cell, Variant
 
 FEW, SEVERAL = 128, 768
 """Row counts up to which small tiles, and tiles of 64 rows, are tried."""
@@ -74,9 +74,8 @@ def candidates(cell: Cell) -> tuple[str, ...]:
     codes = blas.codes(columns, inputs, rows, _CODES)
     return (
         FIXED,
-        CUBLAS,
         CUBLASLT,
-        *(f"{library}@{r}" for r in padded_rows(rows) for library in (CUBLAS, CUBLASLT)),
+        *(f"{CUBLASLT}@{r}" for r in padded_rows(rows)),
         *(f"{CUBLASLT}#{code}" for code in codes),
         *(v.name for v in variants(cell)),
     )

@@ -2,7 +2,8 @@
 
 Time decides the order, bytes decide what may run: at its own row count every algorithm is compared with `fixed` on
 rows made to show a different order of summation, from inside a captured graph, over an output full of NaN. One that is
-a single kernel and fails once is used nowhere; the library's own choice is another algorithm at every row count.
+a single kernel and fails once is used nowhere; the library's own choice is another algorithm at every row count. Only
+bytes that differ count against a name: where a test could not be made the cell stays open, to be tested another time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from graphs.rungs import LADDER, rung
 from graphs.tuning.candidates import PADDED_BELOW, candidates
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Cell, is_one_kernel
+from ops.linear_tuned import CUBLASLT, FIXED, Cell, is_one_kernel
 
 # fmt: off
 ANCHORS = tuple(map(rung, (
@@ -22,7 +23,7 @@ ANCHORS = tuple(map(rung, (
     2_048, 3_136, 4_096, 6_016, 8_960, 11_776, LADDER[-1],
 )))
 # fmt: on
-"""Rungs at which every candidate is timed. Elsewhere the winners of both neighbours and the library's choices are."""
+"""Rungs at which every candidate is timed. Elsewhere the winners of both neighbours and the library's choice are."""
 KEPT = 4
 """Names kept per cell, fastest first, for machines on which the first does not pass."""
 
@@ -34,8 +35,8 @@ class CannotRunError(Exception):
     """An algorithm that does not exist for these sizes here, or that found no memory. Says nothing of its bits."""
 
 
-class Lab(Protocol):
-    """Where algorithms are run: a GPU, or a test's idea of one."""
+class Trials(Protocol):
+    """Where algorithms are tried: a GPU, or a test's idea of one."""
 
     def times(self, cell: Cell, names: Sequence[str], *, careful: bool) -> dict[str, float]:
         """Microseconds of those that can run."""
@@ -54,56 +55,58 @@ class Findings:
     names: dict[Cell, tuple[str, ...]]
     failed: dict[str, tuple[Cell, ...]]
     """Where a name's bytes differed from those of `fixed`, with what was known before."""
+    open: dict[Cell, tuple[str, ...]] = field(default_factory=dict)
+    """Cells of `names` where one ahead of the first could not be tested, with all that is to be tried again."""
+    errors: tuple[str, ...] = ()
+    """Why not."""
     times: dict[Cell, dict[str, float]] = field(default_factory=dict)
     """Microseconds."""
 
 
 def search(
     shapes: Sequence[tuple[int, int]],
-    lab: Lab,
+    trials: Trials,
     *,
     failed: Mapping[str, Sequence[Cell]] | None = None,
     offered: Callable[[Cell], Sequence[str]] = candidates,
     progress: Progress | None = None,
 ) -> Findings:
     """Time and test anew for weights of these shapes (rows, columns), on every rung. `failed` is known to fail."""
-    verdicts = _Verdicts(lab, failed or {})
+    tests = _ByteTests(trials, failed or {})
     times: dict[Cell, dict[str, float]] = {}
     leaders: dict[Cell, tuple[str, ...]] = {}
     steps, done = 2 * len(shapes) * len(LADDER), 0
     everything = {(n, k, rows): tuple(offered((n, k, rows))) for n, k in shapes for rows in ANCHORS}
-    lab.prepare({name for names in everything.values() for name in names})
+    trials.prepare({name for names in everything.values() for name in names})
     for n, k in shapes:
         for rows in (*ANCHORS, *(r for r in LADDER if r not in ANCHORS)):
             cell = n, k, rows
             if rows in ANCHORS:
-                times[cell] = lab.times(cell, everything[cell], careful=True)
-                passing = (name for name in by_time(times[cell]) if verdicts.passes(name, cell))
+                times[cell] = trials.times(cell, everything[cell], careful=True)
+                passing = (name for name in by_time(times[cell]) if tests.passes(name, cell))
                 leaders[cell] = tuple(islice(passing, 2 if rows <= PADDED_BELOW else 1))
             else:
                 near = [name for anchor in neighbours(rows) for name in leaders[n, k, anchor] if fits(name, rows)]
-                times[cell] = lab.times(cell, list(dict.fromkeys((CUBLAS, CUBLASLT, *near))), careful=False)
+                times[cell] = trials.times(cell, list(dict.fromkeys((CUBLASLT, *near))), careful=False)
             done += 1
             if progress is not None:
                 progress(done, steps)
     ranked = {cell: kept(by_time(found)) for cell, found in times.items()}
-    names = settle(ranked, verdicts, lambda n: progress(done + n, steps) if progress is not None else None)
-    return Findings(names=names, failed=verdicts.failures(), times=times)
+    return first_passing(ranked, tests, times, lambda n: progress(done + n, steps) if progress is not None else None)
 
 
 def retest(
     wanted: Mapping[Cell, Sequence[str]],
-    lab: Lab,
+    trials: Trials,
     *,
     failed: Mapping[str, Sequence[Cell]] | None = None,
     progress: Progress | None = None,
 ) -> Findings:
     """Test known winners without timing anything: in each cell the first name that passes leads."""
     ranked = {cell: tuple(names) for cell, names in wanted.items()}
-    lab.prepare({names[0] for names in ranked.values() if names})
-    verdicts = _Verdicts(lab, failed or {})
-    names = settle(ranked, verdicts, lambda n: progress(n, len(ranked)) if progress is not None else None)
-    return Findings(names=names, failed=verdicts.failures())
+    trials.prepare({names[0] for names in ranked.values() if names})
+    tests = _ByteTests(trials, failed or {})
+    return first_passing(ranked, tests, {}, lambda n: progress(n, len(ranked)) if progress is not None else None)
 
 
 def neighbours(rows: int) -> tuple[int, int]:
@@ -130,30 +133,37 @@ def kept(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(best) or (FIXED,)
 
 
-class _Verdicts:
+class _ByteTests:
     """What byte tests have said so far."""
 
-    def __init__(self, lab: Lab, failed: Mapping[str, Sequence[Cell]]) -> None:
-        self._lab = lab
+    def __init__(self, trials: Trials, failed: Mapping[str, Sequence[Cell]]) -> None:
+        self._trials = trials
         self._failed = {name: list(cells) for name, cells in failed.items()}
         self._known: dict[tuple[Cell, str], bool] = {}
+        self._errors: dict[tuple[Cell, str], str] = {}
 
-    def failures(self) -> dict[str, tuple[Cell, ...]]:
+    @property
+    def failed(self) -> dict[str, tuple[Cell, ...]]:
         return {name: tuple(cells) for name, cells in self._failed.items()}
 
-    def struck(self, name: str, cell: Cell) -> bool:
+    def rejected(self, name: str, cell: Cell) -> bool:
         """Whether the name failed here, or, as a single kernel, anywhere."""
         return name in self._failed and (is_one_kernel(name) or cell in self._failed[name])
+
+    def error(self, name: str, cell: Cell) -> str | None:
+        """Why the name could not be tested here, if so."""
+        return None if self.rejected(name, cell) else self._errors.get((cell, name))
 
     def passes(self, name: str, cell: Cell) -> bool:
         if name == FIXED:
             return True
-        if self.struck(name, cell):
+        if self.rejected(name, cell):
             return False
         if (cell, name) not in self._known:
             try:
-                same = self._lab.same_bytes(cell, name)
-            except CannotRunError:
+                same = self._trials.same_bytes(cell, name)
+            except CannotRunError as error:
+                self._errors[cell, name] = str(error)
                 self._known[cell, name] = False
                 return False
             if not same:
@@ -162,17 +172,28 @@ class _Verdicts:
         return self._known[cell, name]
 
 
-def settle(
-    ranked: Mapping[Cell, tuple[str, ...]], verdicts: _Verdicts, progress: Callable[[int], None]
-) -> dict[Cell, tuple[str, ...]]:
+def first_passing(
+    ranked: Mapping[Cell, tuple[str, ...]],
+    tests: _ByteTests,
+    times: dict[Cell, dict[str, float]],
+    progress: Callable[[int], None],
+) -> Findings:
     """Per cell the first name that passes the byte test, and those after it."""
-    settled: dict[Cell, tuple[str, ...]] = {}
+    names: dict[Cell, tuple[str, ...]] = {}
+    ahead: dict[Cell, tuple[str, ...]] = {}
     waiting = list(ranked)
     while waiting:
         for cell in waiting:
-            names = ranked[cell]
-            first = next((i for i, name in enumerate(names) if verdicts.passes(name, cell)), None)
-            settled[cell] = (FIXED,) if first is None else names[first:]
-            progress(len(settled))
-        waiting = [cell for cell, names in settled.items() if verdicts.struck(names[0], cell)]  # failed since
-    return {cell: tuple(n for n in names if not verdicts.struck(n, cell)) for cell, names in settled.items()}
+            first = next((i for i, name in enumerate(ranked[cell]) if tests.passes(name, cell)), None)
+            ahead[cell] = ranked[cell][:first]
+            names[cell] = (FIXED,) if first is None else ranked[cell][first:]
+            progress(len(names))
+        waiting = [cell for cell, kept in names.items() if tests.rejected(kept[0], cell)]  # failed since
+    errors = {cell: [e for name in tried if (e := tests.error(name, cell))] for cell, tried in ahead.items()}
+    return Findings(
+        names={cell: tuple(n for n in kept if not tests.rejected(n, cell)) for cell, kept in names.items()},
+        failed=tests.failed,
+        open={cell: tuple(n for n in ranked[cell] if not tests.rejected(n, cell)) for cell in errors if errors[cell]},
+        errors=tuple(dict.fromkeys(error for found in errors.values() for error in found)),
+        times=times,
+    )

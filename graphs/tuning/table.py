@@ -20,7 +20,7 @@ from typing import Any
 from graphs.rungs import LADDER
 from ops.linear_tuned import CUBLASLT, Cell, product
 
-FORMAT = 1
+FORMAT = 2
 logger = logging.getLogger("forkgraph")
 
 
@@ -30,10 +30,12 @@ class Table:
     """Per weight rows, weight columns and rung the names of algorithms, best first."""
     failed: dict[str, tuple[Cell, ...]] = field(default_factory=dict)
     """Where an algorithm did not have the bits of `fixed`."""
+    open: dict[Cell, tuple[str, ...]] = field(default_factory=dict)
+    """Cells that `names` lacks because a test could not be made, with what is to be tried again, best first."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Key:
+class Environment:
     """Everything that decides whether a byte test made once still holds."""
 
     gpu: str
@@ -41,8 +43,6 @@ class Key:
     torch: str
     triton: str
     cublas: int
-    workspace: str
-    """The library's workspace settings of the environment."""
     sources: str
     """Hash of the code that multiplies and compares."""
 
@@ -55,34 +55,37 @@ class DamagedTableError(Exception):
     """The text is no table; the message says where it went wrong."""
 
 
-def encode(key: Key, table: Table) -> str:
+def encode(environment: Environment, table: Table) -> str:
     """JSON with one line per weight: for each rung the places of its names in `names`."""
     weights = sorted({cell[:2] for cell in table.names})
-    names = sorted({name for found in table.names.values() for name in found})
+    names = sorted({name for found in (*table.names.values(), *table.open.values()) for name in found})
     place = {name: i for i, name in enumerate(names)}
     places = {
         (n, k): [[place[name] for name in table.names.get((n, k, rung), ())] for rung in LADDER] for n, k in weights
     }
     parts = {
         "format": json.dumps(FORMAT),
-        "key": json.dumps(asdict(key)),
+        "environment": json.dumps(asdict(environment)),
         "rungs": json.dumps(LADDER, separators=(",", ":")),
         "names": _lines("[]", [json.dumps(name) for name in names]),
         "weights": _lines("{}", [f'"{n}x{k}": {json.dumps(places[n, k], separators=(",", ":"))}' for n, k in weights]),
         "failed": _lines(
             "{}", [f"{json.dumps(name)}: {json.dumps(cells)}" for name, cells in sorted(table.failed.items())]
         ),
+        "open": _lines(
+            "[]", [json.dumps([*cell, [place[name] for name in found]]) for cell, found in sorted(table.open.items())]
+        ),
     }
     return "{\n " + ",\n ".join(f'"{part}": {text}' for part, text in parts.items()) + "\n}\n"
 
 
-def decode(text: str) -> tuple[Key, Table]:
+def decode(text: str) -> tuple[Environment, Table]:
     """Raises DamagedTableError for anything that `encode` would not have written."""
     try:
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise DamagedTableError(f"format {content['format']!r}, not {FORMAT}")
-        key = _key(content["key"])
+        environment = _environment(content["environment"])
         names = [str(name) for name in content["names"]]
         for name in (*names, *content["failed"]):
             product(name)
@@ -94,35 +97,37 @@ def decode(text: str) -> tuple[Key, Table]:
                     table.names[n, k, int(rung)] = tuple(names[_index(place)] for place in chosen)
         for name, cells in content["failed"].items():
             table.failed[name] = tuple((int(n), int(k), int(rows)) for n, k, rows in cells)
+        for n, k, rows, places in content["open"]:
+            table.open[int(n), int(k), int(rows)] = tuple(names[_index(place)] for place in places)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise DamagedTableError(f"{type(error).__name__}: {error}") from None
-    return key, table
+    return environment, table
 
 
-def read(path: Path, key: Key) -> Table:
-    """The table in this file if it was made under `key`, else an empty one; a damaged file is left with a warning."""
+def read(path: Path, environment: Environment) -> Table:
+    """The table in this file if it was made in this environment, else an empty one; a damaged one is warned of."""
     found = _read(path)
-    return found[1] if found is not None and found[0] == key else Table()
+    return found[1] if found is not None and found[0] == environment else Table()
 
 
-def write(path: Path, key: Key, table: Table) -> None:
+def write(path: Path, environment: Environment, table: Table) -> None:
     """Write under another name, then rename: a reader sees the old file or the whole new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        unfinished.write_text(encode(key, table), encoding="utf-8")
+        unfinished.write_text(encode(environment, table), encoding="utf-8")
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
 
 
-def shipped(key: Key) -> dict[Cell, tuple[str, ...]]:
+def shipped(environment: Environment) -> dict[Cell, tuple[str, ...]]:
     """The winners that ship for this GPU, untested here. Codes of another cuBLAS mean nothing and are left out."""
-    found = _read(files("configs").joinpath("tuned", shipped_name(key.gpu)))
+    found = _read(files("configs").joinpath("tuned", shipped_name(environment.gpu)))
     if found is None:
         return {}
     names = found[1].names
-    if found[0].cublas != key.cublas:
+    if found[0].cublas != environment.cublas:
         names = {cell: tuple(n for n in kept if not n.startswith(f"{CUBLASLT}#")) for cell, kept in names.items()}
     return {cell: kept for cell, kept in names.items() if kept}
 
@@ -131,7 +136,7 @@ def shipped_name(gpu: str) -> str:
     return f"{'-'.join(gpu.lower().split())}.json"
 
 
-def _read(path: Path | Traversable) -> tuple[Key, Table] | None:
+def _read(path: Path | Traversable) -> tuple[Environment, Table] | None:
     try:
         return decode(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -146,10 +151,10 @@ def _lines(brackets: str, items: Sequence[str]) -> str:
     return f"{brackets[0]}\n  " + ",\n  ".join(items) + f"\n {brackets[1]}" if items else brackets
 
 
-def _key(content: dict[str, Any]) -> Key:
-    if set(content) != {field.name for field in fields(Key)}:
-        raise DamagedTableError(f"key has the fields {', '.join(sorted(content))}")
-    return Key(**content)
+def _environment(content: dict[str, Any]) -> Environment:
+    if set(content) != {field.name for field in fields(Environment)}:
+        raise DamagedTableError(f"environment has the fields {', '.join(sorted(content))}")
+    return Environment(**content)
 
 
 def _index(place: Any) -> int:

@@ -1,7 +1,7 @@
-"""The GPU as a laboratory: how long an algorithm takes at a row count, and whether it has the bits of `fixed`.
+"""Trials on a GPU: how long an algorithm takes at a row count, and whether it has the bits of `fixed`.
 
 Both are asked of captured graphs, with tensors as a forward has them: dense rows of their own, weights that no cache
-holds, the library's usual workspace.
+holds, the workspace of their stream.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphs.graph import capture_graph
 from graphs.tuning.search import CannotRunError
 from ops.linear_tuned import FIXED, Cell, Product, Variant, product
 
@@ -51,22 +53,20 @@ def byte_test_rows(rows: int, inputs: int, generator: torch.Generator, *, shift:
     return x.bfloat16()
 
 
-class GpuLab:
+class GpuTrials:
     """One GPU, one stream. Holds weights of one shape and rows of one cell at a time; `close` gives them back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._generator = torch.Generator(device).manual_seed(0)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool: Any = None
         self._shape: tuple[int, int] | None = None
         self._cell: Cell | None = None
         self._weights: list[Tensor] = []
         self._rows: list[Tensor] = []
         self._expected: list[Tensor] = []
-        with torch.cuda.stream(self._stream):
-            # Graphs come and go; the pool that they share lives as long as one of them.
-            self._first: object = self._captured(lambda: torch.zeros(1, device=device))
+        self._first: object = None
 
     def prepare(self, names: Iterable[str]) -> None:
         from ops.kernels.linear_variants import compile_variants
@@ -102,18 +102,18 @@ class GpuLab:
                 w, x = self._weights[0], torch.empty_like(self._rows[0])
                 x.copy_(self._rows[0])
                 graph, out = self._captured(lambda: run(x, w))
+                for rows, expected in zip(self._rows, self._expected, strict=True):
+                    x.copy_(rows)
+                    out.fill_(math.nan)
+                    graph.replay()
+                    if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
+                        return False
             except Exception as error:
                 raise CannotRunError(f"{name} at {cell}: {error}") from error
-            for rows, expected in zip(self._rows, self._expected, strict=True):
-                x.copy_(rows)
-                out.fill_(math.nan)
-                graph.replay()
-                if not torch.equal(out.view(torch.int16), expected.view(torch.int16)):
-                    return False
         return True
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self._stream.synchronize()
         self._weights, self._rows, self._expected, self._first = [], [], [], None
         self._shape = self._cell = None
         torch.cuda.empty_cache()
@@ -139,18 +139,13 @@ class GpuLab:
         self._cell = cell
 
     def _captured(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """A graph of `run` on this lab's stream, and the tensor that a replay writes.
-
-        Not through `torch.cuda.graph`, which would empty the allocator's cache before each of thousands of captures.
-        """
-        run()  # compiles, loads, and makes the library's workspace
+        """A graph of `run`, on the current stream, and the tensor that a replay writes."""
+        run()  # compiles, loads, and makes a workspace
         self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            out = run()
-        finally:
-            graph.capture_end()
+        graph, out = capture_graph(run, pool=self._pool)
+        if graph.pool() != self._pool:
+            # Graphs come and go; the pool that they share lives as long as one of them.
+            self._pool, self._first = graph.pool(), graph
         return graph, out
 
 

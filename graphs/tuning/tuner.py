@@ -1,30 +1,32 @@
-"""Tuned products of one model on one GPU: from what is known on disk to what `ops.linear_tuned` runs.
+"""Tuned products of weights on one GPU: from what is known on disk to what `ops.linear_tuned` runs.
 
-An engine start never searches. What this machine has tested before is taken as it is; else the winners that ship for
-this GPU, or else the library's choices, are tested once and kept. `python -m engine.tune` searches.
+`prepare` never searches. What this machine has tested before is taken as it is; else the winners that ship for this
+GPU, or else the library's choice, are tested once and kept. `tune` searches. Weights are given as their shapes (rows N,
+columns K).
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+import pynvml
 import torch
 
-from engine.errors import ConfigError
-from engine.load.dimensions import FULL, ModelDimensions
 from graphs.rungs import LADDER
-from graphs.tuning.search import Findings, Lab, Progress, retest, search
-from graphs.tuning.table import Key, Table, read, shipped, write
-from graphs.tuning.trials import GpuLab
+from graphs.tuning.search import Findings, Progress, Trials, retest, search
+from graphs.tuning.table import Environment, Table, read, shipped, write
+from graphs.tuning.trials import GpuTrials
 from ops import blas
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Cell, install, is_one_kernel
+from ops.linear_tuned import CUBLASLT, FIXED, Cell, install, is_one_kernel
 
-UNKNOWN = (CUBLAS, CUBLASLT)
+Shape = tuple[int, int]
+"""Rows N and columns K of a weight."""
+
+UNKNOWN = (CUBLASLT,)
 """What is tested for a weight that nobody has searched."""
 
 _SOURCES = (
@@ -34,92 +36,92 @@ _SOURCES = (
     "ops/kernels/linear.py",
     "ops/kernels/linear_variants.py",
 )
-_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
 logger = logging.getLogger("forkgraph")
 
 
-def weight_shapes(dimensions: ModelDimensions) -> tuple[tuple[int, int], ...]:
-    """Rows and columns of every weight that a forward multiplies with, each once.
-
-    A last layer of attention multiplies with the two parts of its input projection apart.
-    """
-    d, h = dimensions, dimensions.hidden_size
-    shapes = [(2 * d.intermediate_size, h), (h, d.intermediate_size)]
-    if d.num_linear_layers:
-        shapes += [(d.gdn_proj, h), (h, d.value_dim)]
-    if d.num_full_layers:
-        shapes += [(h, d.query_dim)]
-    if FULL in d.layer_types[:-1]:
-        shapes += [(d.attention_proj, h)]
-    if d.layer_types[-1] == FULL:
-        shapes += [(2 * d.query_dim, h), (2 * d.kv_dim, h)]
-    return tuple(dict.fromkeys(shapes))
+class UnknownEnvironmentError(OSError):
+    """A version that byte tests depend on cannot be asked, so none of them could be kept or believed."""
 
 
 def prepare(
-    dimensions: ModelDimensions, *, device: torch.device, cache_dir: Path, progress: Progress | None = None
+    shapes: Sequence[Shape], *, device: torch.device, cache_dir: Path, progress: Progress | None = None
 ) -> None:
-    """Make `linear_tuned` know every weight of this model at every rung, testing what this machine has not tested.
+    """Make `linear_tuned` know these weights at every rung, testing what this machine has not tested.
 
-    Raises ConfigError when the driver or cuBLAS cannot be asked for its version.
+    Raises UnknownEnvironmentError when the driver or cuBLAS cannot be asked for its version.
     """
-    key = current_key(device)
-    path = table_path(cache_dir, key)
-    table = read(path, key)
-    cells = [(n, k, rows) for n, k in weight_shapes(dimensions) for rows in LADDER]
-    while missing := [cell for cell in cells if cell not in table.names]:
-        findings = _tested(missing, table, key, device, progress)
+    environment = current_environment(device)
+    path = table_path(cache_dir, environment)
+    table = read(path, environment)
+    cells = [(n, k, rows) for n, k in shapes for rows in LADDER]
+    meanwhile: dict[Cell, tuple[str, ...]] = {}
+    while missing := [cell for cell in cells if cell not in table.names and cell not in meanwhile]:
+        known = shipped(environment)
+        wanted = {cell: table.open.get(cell) or known.get(cell, UNKNOWN) for cell in missing}
+        with open_trials(device) as trials:
+            findings = retest(wanted, trials, failed=table.failed, progress=progress)
         table = merged(table, findings)
-        keep(path, key, table)
+        meanwhile |= {cell: findings.names[cell] for cell in findings.open}
+        meanwhile = still_passing(meanwhile, table.failed)
+        keep(path, environment, table)
         for line in failures(findings):
             logger.info("gemm=tuned: %s", line)
-        for line in left_to_fixed(findings):
+        for line in (*left_to_fixed(findings), *untested(findings)):
             logger.warning("gemm=tuned: %s", line)
-    install({cell: table.names[cell][0] for cell in cells}, device)
+    names = meanwhile | table.names
+    install({cell: names[cell][0] for cell in cells}, device)
 
 
 def tune(
-    dimensions: ModelDimensions, *, device: torch.device, cache_dir: Path, progress: Progress | None = None
-) -> tuple[Findings, Key, Table]:
-    """Search anew for every weight of this model and keep what was found; also the whole table of this machine."""
-    key = current_key(device)
-    path = table_path(cache_dir, key)
-    known, shapes = read(path, key), weight_shapes(dimensions)
-    findings = in_lab(device, lambda lab: search(shapes, lab, failed=known.failed, progress=progress))
+    shapes: Sequence[Shape], *, device: torch.device, cache_dir: Path, progress: Progress | None = None
+) -> tuple[Findings, Environment, Table]:
+    """Search anew for these weights and keep what was found; also the whole table of this machine.
+
+    Raises UnknownEnvironmentError like `prepare`.
+    """
+    environment = current_environment(device)
+    path = table_path(cache_dir, environment)
+    known = read(path, environment)
+    with open_trials(device) as trials:
+        findings = search(shapes, trials, failed=known.failed, progress=progress)
     table = merged(known, findings)
-    keep(path, key, table)
-    return findings, key, table
-
-
-def _tested(
-    missing: Sequence[Cell], table: Table, key: Key, device: torch.device, progress: Progress | None
-) -> Findings:
-    known = shipped(key)
-    wanted = {cell: known.get(cell, UNKNOWN) for cell in missing}
-    return in_lab(device, lambda lab: retest(wanted, lab, failed=table.failed, progress=progress))
+    keep(path, environment, table)
+    return findings, environment, table
 
 
 def merged(table: Table, findings: Findings) -> Table:
-    """What was found replaces what was known. A cell led by a kernel that failed elsewhere since is open again."""
-    struck = {name for name in findings.failed if is_one_kernel(name)}
-    names = {cell: kept for cell, kept in (table.names | findings.names).items() if kept[0] not in struck}
-    return Table(names=names, failed=findings.failed)
+    """What was found replaces what was known. A cell led by a kernel that failed elsewhere since is missing again."""
+    names = {cell: kept for cell, kept in (table.names | findings.names).items() if cell not in findings.open}
+    waiting = {cell: kept for cell, kept in table.open.items() if cell not in findings.names}
+    return Table(names=still_passing(names, findings.failed), failed=findings.failed, open=waiting | findings.open)
 
 
-def in_lab(device: torch.device, work: Callable[[Lab], Findings]) -> Findings:
+def still_passing(
+    names: Mapping[Cell, tuple[str, ...]], failed: Mapping[str, Sequence[Cell]]
+) -> dict[Cell, tuple[str, ...]]:
+    """Without the cells led by a kernel that failed somewhere."""
+    rejected = {name for name in failed if is_one_kernel(name)}
+    return {cell: kept for cell, kept in names.items() if kept[0] not in rejected}
+
+
+@contextmanager
+def open_trials(device: torch.device) -> Iterator[Trials]:
     with torch.cuda.device(device):
-        lab = GpuLab(device)
+        trials = GpuTrials(device)
         try:
-            return work(lab)
+            yield trials
         finally:
-            lab.close()
+            trials.close()
 
 
-def keep(path: Path, key: Key, table: Table) -> None:
+def keep(path: Path, environment: Environment, table: Table) -> None:
     try:
-        write(path, key, table)
+        write(path, environment, table)
     except OSError as error:
-        logger.warning("gemm=tuned: %s cannot be written, the next start tests again (%s)", path, error.strerror)
+        logger.warning(
+            "gemm=tuned: %s cannot be written (%s), so the next start tests again; name another folder with cache_dir",
+            path, error.strerror or error,
+        )  # fmt: skip
 
 
 def failures(findings: Findings) -> list[str]:
@@ -135,47 +137,55 @@ def failures(findings: Findings) -> list[str]:
 
 def left_to_fixed(findings: Findings) -> list[str]:
     """A line for each weight for which no faster algorithm passes."""
-    faster = {cell[:2] for cell, names in findings.names.items() if names[0] != FIXED}
+    faster = {cell[:2] for cell, names in findings.names.items() if names[0] != FIXED or cell in findings.open}
     left = sorted({cell[:2] for cell in findings.names} - faster)
     return [f"no faster algorithm has the bits of fixed for a {n}x{k} weight; fixed multiplies it" for n, k in left]
 
 
-def current_key(device: torch.device) -> Key:
-    """The GPU and software of this process. Raises ConfigError when one cannot be asked."""
+def untested(findings: Findings) -> list[str]:
+    """A line when tests could not be made."""
+    if not findings.open:
+        return []
+    count, reason = len(findings.open), findings.errors[0].partition("\n")[0]
+    return [f"tests could not be made for {count} of {len(findings.names)} products ({reason}); others with the same "
+            "bits run now, and the next start tests again"]  # fmt: skip
+
+
+def current_environment(device: torch.device) -> Environment:
+    """The GPU and software of this process. Raises UnknownEnvironmentError when one cannot be asked."""
     import triton
 
     try:
-        return Key(
-            gpu=torch.cuda.get_device_name(device),
-            driver=_driver(),
-            torch=torch.__version__,
-            triton=triton.__version__,
-            cublas=blas.version(),
-            workspace=" ".join(os.environ.get(name, "-") for name in _WORKSPACE),
-            sources=sources_hash(),
-        )
+        cublas = blas.version()
     except OSError as error:
-        raise ConfigError(f"gemm=tuned: a version it depends on is not known ({error}); use gemm=fixed") from None
+        raise UnknownEnvironmentError(f"the version of cuBLAS is not known: {error}") from None
+    return Environment(
+        gpu=torch.cuda.get_device_name(device),
+        driver=driver_version(),
+        torch=torch.__version__,
+        triton=triton.__version__,
+        cublas=cublas,
+        sources=sources_hash(_SOURCES),
+    )
 
 
-def sources_hash() -> str:
-    """Of the code whose change makes earlier tests void."""
-    root = Path(__file__).resolve().parents[2]
-    return hashlib.sha256(b"\0".join((root / name).read_bytes() for name in _SOURCES)).hexdigest()[:16]
-
-
-def table_path(cache_dir: Path, key: Key) -> Path:
-    return cache_dir / "tuned" / f"{key.digest}.json"
-
-
-def _driver() -> str:
-    """The version of the GPU driver, from the library that nvidia-smi asks too. Raises OSError."""
-    nvml, text = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2():
-        raise OSError("libnvidia-ml.so.1 cannot be initialised")
+def driver_version() -> str:
+    """The version of the GPU driver. Raises UnknownEnvironmentError."""
     try:
-        if nvml.nvmlSystemGetDriverVersion(text, len(text)):
-            raise OSError("libnvidia-ml.so.1 does not tell the version of the driver")
-    finally:
-        nvml.nvmlShutdown()
-    return text.value.decode()
+        pynvml.nvmlInit()
+        try:
+            return str(pynvml.nvmlSystemGetDriverVersion())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        raise UnknownEnvironmentError(f"the version of the driver is not known: {error}") from None
+
+
+def sources_hash(names: Sequence[str]) -> str:
+    """Of the code whose change makes earlier tests void, by paths from the root."""
+    root = Path(__file__).resolve().parents[2]
+    return hashlib.sha256(b"\0".join((root / name).read_bytes() for name in names)).hexdigest()[:16]
+
+
+def table_path(cache_dir: Path, environment: Environment) -> Path:
+    return cache_dir / "tuned" / f"{environment.digest}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.load.dimensions import DIMENSIONS
+from engine.load.projections import projection_shapes
 from graphs.rungs import LADDER
 from graphs.tuning import candidates as offer
 from graphs.tuning import tuner
 from graphs.tuning.candidates import padded_rows, variants
 from graphs.tuning.search import ANCHORS, KEPT, CannotRunError, neighbours, retest, search
 from ops import blas, linear_tuned
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Cell, Variant, chosen, install, is_one_kernel, product
-from tests.graphs.tuned_support import CODE, SHAPE, TILE_A, TILE_B, FakeLab, by_order, offered
+from ops.linear_tuned import CUBLASLT, FIXED, Cell, Variant, chosen, install, is_one_kernel, product
+from tests.graphs.tuned_support import CODE, SHAPE, TILE_A, TILE_B, FakeTrials, by_order, offered
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +39,25 @@ class TestNames:
             assert callable(product(name))
 
     @pytest.mark.parametrize(
-        "name", ["", "cublas2", "tile 64x64 w4 s4", "tile 64x64x64 w4 s4 ", f"{CUBLASLT}#", f"{CUBLASLT}#xy", "fixed@x"]
+        "name",
+        [
+            "",
+            "cublas",
+            "cublas2",
+            "tile 64x64 w4 s4",
+            "tile 64x64x64 w4 s4 ",
+            f"{CUBLASLT}#",
+            f"{CUBLASLT}#xy",
+            "fixed@x",
+        ],
     )
     def test_an_unknown_name_is_refused(self, name: str) -> None:
         with pytest.raises(ValueError):  # noqa: PT011
             product(name)
 
     def test_only_the_librarys_own_choice_is_another_kernel_at_every_row_count(self) -> None:
-        assert [is_one_kernel(n) for n in (CUBLAS, CUBLASLT, "cublas@128", CODE, TILE_A, f"{TILE_A}@128", FIXED)] == [
-            False, False, False, True, True, True, True,
+        assert [is_one_kernel(n) for n in (CUBLASLT, f"{CUBLASLT}@128", CODE, TILE_A, f"{TILE_A}@128", FIXED)] == [
+            False, False, True, True, True, True,
         ]  # fmt: skip
 
     def test_padding_changes_no_row_and_leaves_no_more_rows(self) -> None:
@@ -74,10 +86,23 @@ class TestOperator:
 
     def test_what_was_installed_is_chosen_by_device_weight_and_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(linear_tuned, "product", lambda name: name)
-        install({(512, 128, 64): TILE_A, (512, 128, 72): CUBLAS}, torch.device("cuda", 0))
+        install({(512, 128, 64): TILE_A, (512, 128, 72): CODE}, torch.device("cuda", 0))
         install({(512, 128, 64): CUBLASLT}, torch.device("cuda", 1))
-        assert [chosen(d, (512, 128, rows)) for d, rows in ((0, 64), (0, 72), (1, 64))] == [TILE_A, CUBLAS, CUBLASLT]
+        assert [chosen(d, (512, 128, rows)) for d, rows in ((0, 64), (0, 72), (1, 64))] == [TILE_A, CODE, CUBLASLT]
         assert not linear_tuned.missed
+
+    def test_another_models_products_are_added_and_none_is_removed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(linear_tuned, "product", lambda name: name)
+        install({(512, 128, 64): TILE_A, (512, 128, 72): CODE}, torch.device("cuda", 0))
+        install({(256, 128, 64): TILE_B, (512, 128, 64): CUBLASLT}, torch.device("cuda", 0))
+        cells = ((512, 128, 64), (512, 128, 72), (256, 128, 64))
+        assert [chosen(0, cell) for cell in cells] == [CUBLASLT, CODE, TILE_B]
+
+    def test_calls_of_many_threads_are_counted_one_by_one(self, caplog: pytest.LogCaptureFixture) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda i: [chosen(0, (512, 128, 64 + i % 2)) for _ in range(500)], range(16)))
+        assert linear_tuned.missed == {(0, (512, 128, 64)): 4_000, (0, (512, 128, 65)): 4_000}
+        assert len(caplog.messages) == 1
 
     def test_a_cell_never_tuned_runs_fixed_is_counted_and_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "forkgraph"):
@@ -85,64 +110,6 @@ class TestOperator:
         assert linear_tuned.missed == {(0, (512, 128, 64)): 2, (0, (512, 128, 72)): 1}
         assert len(caplog.messages) == 1
         assert "64 rows of a 512x128 weight" in caplog.text
-
-
-class FakeSwitches:
-    """torch's two process-wide switches, with its rule: split K cannot be off without cuBLASLt."""
-
-    def __init__(self, library: str = "default", reduction: tuple[bool, bool] = (True, True)) -> None:
-        object.__setattr__(self, "state", [library, reduction])
-
-    def preferred_blas_library(self, library: str | None = None) -> str:
-        if library is not None:
-            assert self.state[1][1], "the library may only change while split K is on"
-            self.state[0] = library
-        return self.state[0]
-
-    def __getattr__(self, name: str) -> bool:
-        names = ("allow_bf16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction_split_k")
-        return self.state[1][names.index(name)]
-
-    def __setattr__(self, name: str, value: tuple[bool, bool]) -> None:
-        assert name == "allow_bf16_reduced_precision_reduction"
-        if not value[1] and self.state[0] != "cublaslt":
-            raise RuntimeError("split K off wants cuBLASLt")
-        self.state[1] = value
-
-
-class TestSwitches:
-    @pytest.fixture(params=[("default", (True, True)), ("cublas", (False, True)), ("cublaslt", (False, False))])
-    def process(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeSwitches:
-        process = FakeSwitches(*request.param)
-        monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", process.preferred_blas_library)
-        monkeypatch.setattr(torch.backends.cuda, "matmul", process)
-        return process
-
-    @pytest.mark.parametrize("library", ["cublas", "cublaslt"])
-    def test_they_are_set_for_the_block_alone(self, process: FakeSwitches, library: str) -> None:
-        before = list(process.state)
-        with blas.switches(library, split_k=library == "cublas"):
-            assert process.state == [library, (library == "cublas",) * 2]
-        assert process.state == before
-
-    @pytest.mark.parametrize("name", [CUBLAS, CUBLASLT])
-    def test_they_are_put_back_after_an_error(self, process: FakeSwitches, name: str) -> None:
-        before = list(process.state)
-        with pytest.raises(RuntimeError, match=r"cannot be multiplied"):
-            product(name)(torch.zeros(2, 3), torch.zeros(2, 4))
-        assert process.state == before
-
-    def test_they_are_put_back_when_they_cannot_be_set(self, process: FakeSwitches) -> None:
-        before = list(process.state)
-        with pytest.raises(RuntimeError, match="wants cuBLASLt"), blas.switches("cublas", split_k=False):
-            raise AssertionError("the block ran")
-        assert process.state == before
-
-    def test_blocks_nest(self, process: FakeSwitches) -> None:
-        with blas.switches("cublaslt", split_k=False):
-            with blas.switches("cublas", split_k=True):
-                assert process.state == ["cublas", (True, True)]
-            assert process.state == ["cublaslt", (False, False)]
 
 
 class TestCandidates:
@@ -162,7 +129,7 @@ class TestCandidates:
 
     def test_tiles_fit_the_shared_memory_of_a_hopper_gpu_and_divide_the_inputs(self) -> None:
         for d in DIMENSIONS.values():
-            for n, k in tuner.weight_shapes(d):
+            for n, k in projection_shapes(d):
                 for rows in ANCHORS:
                     found = variants((n, k, rows))
                     assert found
@@ -177,37 +144,37 @@ class TestCandidates:
     def test_what_is_offered_starts_with_what_always_exists(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(blas, "codes", lambda n, k, rows, count: ["01", "02"][:count])
         names = offer.candidates((4096, 4096, 320))
-        assert names[:3] == (FIXED, CUBLAS, CUBLASLT)
-        assert {"cublas@384", "cublaslt@384", "cublaslt#01", "cublaslt#02"} < set(names)
+        assert names[:2] == (FIXED, CUBLASLT)
+        assert {"cublaslt@384", "cublaslt#01", "cublaslt#02"} < set(names)
         assert len(names) == len(set(names))
 
 
 class TestSearch:
     def test_the_fastest_that_passes_is_chosen_at_every_rung(self) -> None:
-        lab = FakeLab(by_order(TILE_A, CODE, CUBLASLT, CUBLAS, FIXED), lambda cell, name: name != TILE_A)
-        found = search([SHAPE], lab, offered=offered)
+        trials = FakeTrials(by_order(TILE_A, CODE, CUBLASLT, FIXED), lambda cell, name: name != TILE_A)
+        found = search([SHAPE], trials, offered=offered)
         assert set(found.names) == {(*SHAPE, rows) for rows in LADDER}
         assert {names[0] for names in found.names.values()} == {CODE}
         assert all(TILE_A not in names for names in found.names.values())
-        assert lab.prepared >= {TILE_A, TILE_B}
-        assert all((cell, names[0]) in lab.tested for cell, names in found.names.items())
+        assert trials.prepared >= {TILE_A, TILE_B}
+        assert all((cell, names[0]) in trials.tested for cell, names in found.names.items())
 
     def test_a_kernel_that_fails_once_is_used_nowhere(self) -> None:
         """Also where it was chosen before it failed."""
         bad = (*SHAPE, LADDER[-1])
-        lab = FakeLab(by_order(TILE_A, CUBLAS), lambda cell, name: (cell, name) != (bad, TILE_A))
-        found = search([(256, 128), SHAPE], lab, offered=offered)
+        trials = FakeTrials(by_order(TILE_A, CUBLASLT), lambda cell, name: (cell, name) != (bad, TILE_A))
+        found = search([(256, 128), SHAPE], trials, offered=offered)
         assert found.failed == {TILE_A: (bad,)}
-        assert {names[0] for names in found.names.values()} == {CUBLAS}
+        assert {names[0] for names in found.names.values()} == {CUBLASLT}
         assert all(TILE_A not in names for names in found.names.values())
 
     def test_the_librarys_choice_is_left_out_only_where_it_fails(self) -> None:
         few = [(*SHAPE, rows) for rows in LADDER if rows <= 128]
-        lab = FakeLab(by_order(CUBLAS, TILE_A), lambda cell, name: name != CUBLAS or cell not in few)
-        found = search([SHAPE], lab, offered=offered)
+        trials = FakeTrials(by_order(CUBLASLT, TILE_A), lambda cell, name: name != CUBLASLT or cell not in few)
+        found = search([SHAPE], trials, offered=offered)
         assert {cell for cell, names in found.names.items() if names[0] == TILE_A} == set(few)
-        assert {cell for cell, names in found.names.items() if names[0] == CUBLAS} == set(found.names) - set(few)
-        assert sorted(found.failed[CUBLAS]) == few
+        assert {cell for cell, names in found.names.items() if names[0] == CUBLASLT} == set(found.names) - set(few)
+        assert sorted(found.failed[CUBLASLT]) == few
 
     def test_what_cannot_run_is_passed_over_and_not_held_against_it(self) -> None:
         def same(cell: Cell, name: str) -> bool:
@@ -215,14 +182,14 @@ class TestSearch:
                 raise CannotRunError
             return True
 
-        found = search([SHAPE], FakeLab(by_order(TILE_A, CUBLAS), same), offered=offered)
+        found = search([SHAPE], FakeTrials(by_order(TILE_A, CUBLASLT), same), offered=offered)
         assert found.failed == {}
         assert {names[0] for cell, names in found.names.items() if cell[2] <= 1_000} == {TILE_A}
-        assert {names[0] for cell, names in found.names.items() if cell[2] > 1_000} == {CUBLAS}
+        assert {names[0] for cell, names in found.names.items() if cell[2] > 1_000} == {CUBLASLT}
 
     def test_without_any_that_passes_fixed_is_left(self) -> None:
-        lab = FakeLab(by_order(*offered((*SHAPE, 64))[1:]), lambda cell, name: False)
-        found = search([SHAPE], lab, offered=offered)
+        trials = FakeTrials(by_order(*offered((*SHAPE, 64))[1:]), lambda cell, name: False)
+        found = search([SHAPE], trials, offered=offered)
         assert set(found.names.values()) == {(FIXED,)}
         assert tuner.left_to_fixed(found) == [
             "no faster algorithm has the bits of fixed for a 512x128 weight; fixed multiplies it"
@@ -230,11 +197,11 @@ class TestSearch:
         assert len(tuner.failures(found)) == len(found.failed) >= 5
 
     def test_between_anchors_only_the_neighbours_winners_and_the_library_are_timed(self) -> None:
-        lab = FakeLab(lambda cell, name: float(name != (TILE_A if cell[2] <= 320 else TILE_B)))
-        found = search([SHAPE], lab, offered=offered)
-        timed = dict(lab.timed)
+        trials = FakeTrials(lambda cell, name: float(name != (TILE_A if cell[2] <= 320 else TILE_B)))
+        found = search([SHAPE], trials, offered=offered)
+        timed = dict(trials.timed)
         assert set(timed[*SHAPE, 320]) == set(offered((*SHAPE, 320)))
-        assert {TILE_A, TILE_B, CUBLAS, CUBLASLT} > set(timed[*SHAPE, 72]) - {FIXED}
+        assert {TILE_A, TILE_B, CUBLASLT} >= set(timed[*SHAPE, 72]) - {FIXED}
         assert TILE_B in timed[*SHAPE, 2_112]
         assert len(timed[*SHAPE, 2_112]) <= 4
         assert found.names[*SHAPE, 72][0] == TILE_A
@@ -242,37 +209,37 @@ class TestSearch:
 
     def test_a_neighbours_padding_is_taken_only_where_it_still_pads(self) -> None:
         padded = f"{CUBLASLT}@480"
-        lab = FakeLab(by_order(padded, CUBLAS))
-        search([SHAPE], lab, offered=lambda cell: (FIXED, CUBLAS, CUBLASLT, *([padded] if cell[2] == 448 else [])))
-        timed = dict(lab.timed)
+        trials = FakeTrials(by_order(padded, CUBLASLT))
+        search([SHAPE], trials, offered=lambda cell: (FIXED, CUBLASLT, *([padded] if cell[2] == 448 else [])))
+        timed = dict(trials.timed)
         assert padded in timed[*SHAPE, 416]
         assert padded not in timed[*SHAPE, 480]
 
     def test_progress_counts_up_to_its_total(self) -> None:
         steps: list[tuple[int, int]] = []
-        search([SHAPE, (256, 128)], FakeLab(), offered=offered, progress=lambda *step: steps.append(step))
+        search([SHAPE, (256, 128)], FakeTrials(), offered=offered, progress=lambda *step: steps.append(step))
         assert [done for done, _ in steps] == sorted(done for done, _ in steps)
         assert {total for _, total in steps} == {4 * len(LADDER)}
         assert steps[-1][0] == steps[-1][1]
 
     def test_few_names_are_kept_and_one_holds_for_any_cublas(self) -> None:
         codes = [f"{CUBLASLT}#{i:02x}" for i in range(1, 7)]
-        lab = FakeLab(by_order(*codes, TILE_B))
-        found = search([SHAPE], lab, offered=lambda cell: (FIXED, CUBLAS, CUBLASLT, *codes, TILE_B))
+        trials = FakeTrials(by_order(*codes, TILE_B))
+        found = search([SHAPE], trials, offered=lambda cell: (FIXED, CUBLASLT, *codes, TILE_B))
         assert found.names[*SHAPE, 64] == (*codes[: KEPT - 1], TILE_B)
 
     def test_what_failed_before_is_not_tried_again(self) -> None:
-        lab = FakeLab(by_order(TILE_A, CUBLAS, TILE_B))
-        known = {TILE_A: [(16, 16, 64)], CUBLAS: [(*SHAPE, 64), (16, 16, 64)]}
-        found = search([SHAPE], lab, failed=known, offered=offered)
+        trials = FakeTrials(by_order(TILE_A, CUBLASLT, TILE_B))
+        known = {TILE_A: [(16, 16, 64)], CUBLASLT: [(*SHAPE, 64), (16, 16, 64)]}
+        found = search([SHAPE], trials, failed=known, offered=offered)
         assert found.names[*SHAPE, 64][0] == TILE_B
-        assert found.names[*SHAPE, 72][0] == CUBLAS
-        assert not [cell for cell, name in lab.tested if name == TILE_A]
+        assert found.names[*SHAPE, 72][0] == CUBLASLT
+        assert not [cell for cell, name in trials.tested if name == TILE_A]
         assert found.failed == {name: tuple(cells) for name, cells in known.items()}
 
     def test_a_retest_times_nothing_and_takes_the_first_that_passes(self) -> None:
-        lab = FakeLab(same=lambda cell, name: name != TILE_A)
-        wanted = {(*SHAPE, 64): (TILE_A, CODE, CUBLAS), (*SHAPE, 72): (CUBLAS, TILE_A), (*SHAPE, 80): (TILE_A,)}
-        found = retest(wanted, lab)
-        assert found.names == {(*SHAPE, 64): (CODE, CUBLAS), (*SHAPE, 72): (CUBLAS,), (*SHAPE, 80): (FIXED,)}
-        assert not lab.timed
+        trials = FakeTrials(same=lambda cell, name: name != TILE_A)
+        wanted = {(*SHAPE, 64): (TILE_A, CODE, CUBLASLT), (*SHAPE, 72): (CUBLASLT, TILE_A), (*SHAPE, 80): (TILE_A,)}
+        found = retest(wanted, trials)
+        assert found.names == {(*SHAPE, 64): (CODE, CUBLASLT), (*SHAPE, 72): (CUBLASLT,), (*SHAPE, 80): (FIXED,)}
+        assert not trials.timed

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphs.tuning.search import CannotRunError
-from graphs.tuning.trials import GpuLab, byte_test_rows, byte_test_weight
+from graphs.tuning.trials import GpuTrials, byte_test_rows, byte_test_weight
 from ops.linear_tuned import FIXED
 
 
@@ -64,7 +64,7 @@ class Replay:
         self.out.copy_(self.run())
 
 
-class CpuLab(GpuLab):
+class CpuTrials(GpuTrials):
     def __init__(self) -> None:
         self.device, self._stream = torch.device("cpu"), None
         self._generator = torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ class CpuLab(GpuLab):
         return Replay(run, out), out
 
 
-class TestLab:
+class TestTrials:
     """What passes the byte test, told by products of the test's making."""
 
     CELL = (48, 64, 72)
@@ -89,7 +89,7 @@ class TestLab:
 
     def test_the_same_product_passes(self, products: dict[str, Any]) -> None:
         products["same"] = products[FIXED]
-        assert CpuLab().same_bytes(self.CELL, "same")
+        assert CpuTrials().same_bytes(self.CELL, "same")
 
     def test_one_unit_in_the_last_place_of_one_output_fails(self, products: dict[str, Any]) -> None:
         def off(x: Tensor, w: Tensor) -> Tensor:
@@ -98,11 +98,11 @@ class TestLab:
             return out
 
         products["off"] = off
-        assert not CpuLab().same_bytes(self.CELL, "off")
+        assert not CpuTrials().same_bytes(self.CELL, "off")
 
     def test_the_sign_of_a_zero_counts(self, products: dict[str, Any]) -> None:
         products["minus"] = lambda x, w: torch.where((out := products[FIXED](x, w)) == 0, -0.0, out)
-        assert not CpuLab().same_bytes(self.CELL, "minus")
+        assert not CpuTrials().same_bytes(self.CELL, "minus")
 
     def test_an_output_left_unwritten_fails(self, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
         """The first run writes all of it, as memory that was used before would look; the replays leave out a row."""
@@ -111,9 +111,9 @@ class TestLab:
         def replay(self: Replay) -> None:
             self.out[:-1] = self.run()[:-1]
 
-        assert CpuLab().same_bytes(self.CELL, "all")
+        assert CpuTrials().same_bytes(self.CELL, "all")
         monkeypatch.setattr(Replay, "replay", replay)
-        assert not CpuLab().same_bytes(self.CELL, "all")
+        assert not CpuTrials().same_bytes(self.CELL, "all")
 
     def test_what_raises_cannot_run(self, products: dict[str, Any]) -> None:
         def unsupported(x: Tensor, w: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class TestLab:
 
         products["unsupported"] = unsupported
         with pytest.raises(CannotRunError, match=r"unsupported at \(48, 64, 72\): status 15"):
-            CpuLab().same_bytes(self.CELL, "unsupported")
+            CpuTrials().same_bytes(self.CELL, "unsupported")
 
     def test_every_cell_has_rows_and_weights_of_its_own_sizes(self, products: dict[str, Any]) -> None:
         seen = []
@@ -132,9 +132,9 @@ class TestLab:
             return products[FIXED](x, w)
 
         products["recording"] = recording
-        lab = CpuLab()
+        trials = CpuTrials()
         cells = [(48, 64, 72), (48, 64, 64), (32, 96, 64), (48, 64, 72)]
-        assert all(lab.same_bytes(cell, "recording") for cell in cells)
+        assert all(trials.same_bytes(cell, "recording") for cell in cells)
         assert list(dict.fromkeys(seen)) == cells[:3]
 
     def test_what_cannot_run_has_no_time(self, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +144,9 @@ class TestLab:
         monkeypatch.setattr("graphs.tuning.trials._replay_times", lambda graphs, rounds: dict.fromkeys(graphs, 6.0))
         products |= {"slow": products[FIXED], "unsupported": unsupported}
         monkeypatch.setattr("graphs.tuning.trials.product", products.__getitem__)
-        times = CpuLab().times(self.CELL, [FIXED, "unsupported", "slow"], careful=True)
+        times = CpuTrials().times(self.CELL, [FIXED, "unsupported", "slow"], careful=True)
         assert list(times) == [FIXED, "slow"]
         assert times[FIXED] == 6.0 / 12  # a small weight is multiplied in as many copies as there are
         products[FIXED] = unsupported
         with pytest.raises(RuntimeError, match="status 15"):
-            CpuLab().times(self.CELL, [FIXED], careful=True)
+            CpuTrials().times(self.CELL, [FIXED], careful=True)

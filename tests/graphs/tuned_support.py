@@ -1,19 +1,19 @@
-"""A laboratory for tuned products that runs nothing, and what its tests share."""
+"""Trials of products that run nothing, and what their tests share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from graphs.tuning.table import Key
-from ops.linear_tuned import CUBLAS, CUBLASLT, FIXED, Cell
+from graphs.tuning.table import Environment
+from ops.linear_tuned import CUBLASLT, FIXED, Cell
 
 SHAPE = (512, 128)
 TILE_A, TILE_B = "tile 64x64x64 w4 s4 early", "tile 128x128x64 w8 s5 persistent"
 CODE = f"{CUBLASLT}#0102ff"
-KEY = Key(gpu="GPU 1", driver="1.2", torch="3", triton="4", cublas=5, workspace="- -", sources="6")
+ENVIRONMENT = Environment(gpu="GPU 1", driver="1.2", torch="3", triton="4", cublas=5, sources="6")
 
 
-class FakeLab:
+class FakeTrials:
     """Times by formula, bytes by decree; remembers what it was asked."""
 
     def __init__(
@@ -39,7 +39,7 @@ class FakeLab:
 
 
 def offered(cell: Cell) -> tuple[str, ...]:
-    return (FIXED, CUBLAS, CUBLASLT, f"{CUBLASLT}@{cell[2] + 64}", CODE, TILE_A, TILE_B)
+    return (FIXED, CUBLASLT, f"{CUBLASLT}@{cell[2] + 64}", CODE, TILE_A, TILE_B)
 
 
 def by_order(*names: str) -> Callable[[Cell, str], float]:
