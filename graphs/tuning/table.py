@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -48,7 +48,12 @@ class Environment:
 
     @property
     def digest(self) -> str:
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(asdict(self))
+
+
+def digest_of(versions: Mapping[str, str | int]) -> str:
+    """A file name for what holds in one environment only."""
+    return hashlib.sha256(json.dumps(versions, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class DamagedTableError(Exception):
@@ -111,11 +116,16 @@ def read(path: Path, environment: Environment) -> Table:
 
 
 def write(path: Path, environment: Environment, table: Table) -> None:
+    """Raises OSError."""
+    write_whole(path, encode(environment, table))
+
+
+def write_whole(path: Path, text: str) -> None:
     """Write under another name, then rename: a reader sees the old file or the whole new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        unfinished.write_text(encode(environment, table), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
