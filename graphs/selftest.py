@@ -46,8 +46,9 @@ OPERATORS: dict[str, Operator] = {
     "silu_mul": silu_mul,
     "add_rows": add_rows,
 }
-TOLERANCE = {torch.bfloat16: (2**-6, 0.05), torch.float32: (1e-4, 1e-4)}
-"""Of a value, and of the root mean square of its row: what a result may be off from the CPU kernel's."""
+TOLERANCE = {torch.bfloat16: (0.02, 0.25), torch.float32: (1e-3, 0.01)}
+"""What a tensor may be off from the CPU kernel's, by norms; and one value, in root mean squares of its row and, a
+sixteenth of that, in its own size."""
 
 _EPS = 1e-6
 _VOCABULARY = 512
@@ -155,12 +156,12 @@ def check_operators(
 
 def _error(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> float:
     """The largest of what is off over what is tolerated; infinite for a value that is not finite."""
-    of_value, of_row = TOLERANCE[dtype]
+    of_all, of_row = TOLERANCE[dtype]
     found, wanted = found.to("cpu", torch.float32).flatten(1), wanted.float().flatten(1)
-    allowed = of_value * wanted.abs() + of_row * wanted.square().mean(1, keepdim=True).sqrt()
-    off = (found - wanted).abs()
-    ratio = torch.where(off == 0, 0.0, off / allowed)
-    return float(torch.where(ratio.isfinite(), ratio, torch.inf).max())
+    off, row = (found - wanted).abs(), wanted.square().mean(1, keepdim=True).sqrt()
+    ratio = torch.where(off == 0, 0.0, off / (of_row * (row + wanted.abs() / 16)))
+    whole = off.norm() / (of_all * wanted.norm())
+    return max(float(torch.where(ratio.isfinite(), ratio, torch.inf).max()), float(whole) if whole > 0 else 0.0)
 
 
 @dataclass(frozen=True)
