@@ -1,4 +1,4 @@
-"""`python -m engine.check FOLDER`: everything about a checkpoint that can be told without a GPU.
+"""`forkgraph check FOLDER`: everything about a checkpoint that can be told without a GPU.
 
 Standard output has a few facts, then one line for each finding, with file and key. Exit code: 0 nothing found,
 1 something found, 2 wrong arguments or nothing to check.
@@ -8,60 +8,33 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO
 
-import torch
-from rich.console import Console
-from rich.progress import track
-
+from engine import process
 from engine.config import MODELS
-from engine.errors import CheckpointError, ConfigError
-from engine.load.checkpoint import Checkpoint, open_checkpoint, read_dimensions, read_json
-from engine.load.dimensions import DIMENSIONS, ModelDimensions
-from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter, read_settings
-from engine.load.opening import check_dimensions, check_vocabulary
-from engine.load.package import (
-    ADAPTER,
-    HEAD,
-    PACKAGE_FILES,
-    PINS,
-    TEMPERATURE,
-    DecisionModel,
-    Kind,
-    check_cua,
-    check_open_jev,
-    check_rank,
-    files_of,
-    folder_sha256,
-    kind_of,
-    read_export,
-    read_head,
-    read_package,
-    weights_folder,
-)
-from engine.wire.letters import letter_ids
-from engine.wire.tokens import Tokens
+from engine.errors import ConfigError
+from engine.resources import CONFIGS
 
-T = TypeVar("T")
-
-_IGNORED = ("README.md", f"{ADAPTER}/README.md")
+PACKAGES = ("engine", "graphs", "ops")
+"""Names that a program's own files may have too."""
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:], stdout=sys.stdout, stderr=sys.stderr))
+    process.run("check", lambda: run(sys.argv[1:], stdout=process.standard_output(), stderr=sys.stderr))
 
 
 def run(arguments: Sequence[str], *, stdout: TextIO, stderr: TextIO) -> int:
-    parser = argparse.ArgumentParser(prog="check", description="Check a checkpoint folder without a GPU.")
+    parser = argparse.ArgumentParser(prog="forkgraph check", description="Check a checkpoint folder without a GPU.")
     parser.add_argument("folder", help="a Hugging Face folder, an Open-Jev package or export, or a Cua-S1 adapter")
     parser.add_argument("--base", help="folder of the base weights, for a checkpoint that holds none of its own")
-    parser.add_argument("--model", choices=[m for m in MODELS if m in DIMENSIONS], help="the size it should have")
+    parser.add_argument("--model", choices=[m for m in MODELS if m != "tiny"], help="the size it should have")
     parser.add_argument("--own", action="store_true", help="a checkpoint of your own: published ids are not asked for")
     parser.add_argument("--deep", action="store_true", help="read every base weight too")
     options = parser.parse_args(arguments)
+    from engine.load.inspection import check  # torch takes seconds, and wrong words need none
+
     try:
         facts, findings = check(
             options.folder, base=options.base, model=options.model, own=options.own, deep=options.deep,
@@ -70,6 +43,8 @@ def run(arguments: Sequence[str], *, stdout: TextIO, stderr: TextIO) -> int:
     except ConfigError as error:
         print(f"check: {error}", file=stderr)
         return 2
+    if found := shadows(Path.cwd()):
+        facts = {"in the way": f"{', '.join(found)} (of python -m and of scripts there, not of this command)"} | facts
     for name, value in facts.items():
         print(f"{name}: {value}", file=stdout)
     for finding in findings:
@@ -78,154 +53,12 @@ def run(arguments: Sequence[str], *, stdout: TextIO, stderr: TextIO) -> int:
     return 1 if findings else 0
 
 
-class _Findings:
-    """What was found, each once, in order."""
-
-    def __init__(self) -> None:
-        self.lines: dict[str, None] = {}
-
-    def add(self, text: str) -> None:
-        self.lines[" ".join(text.split())] = None
-
-    def of(self, step: Callable[..., T], *arguments: Any) -> T | None:
-        """The step's result; None where it found something."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            try:
-                return step(*arguments)
-            except (CheckpointError, ConfigError) as error:
-                self.add(str(error))
-                return None
-            finally:
-                for warning in caught:
-                    self.add(str(warning.message))
-
-
-def check(
-    folder: str, *, base: str | None = None, model: str | None = None, own: bool = False, deep: bool = False,
-    bar: bool = False,
-) -> tuple[dict[str, str], list[str]]:  # fmt: skip
-    """Facts and findings. Raises ConfigError when there is nothing to check, or nothing to check it against."""
-    for name, place in (("FOLDER", folder), ("--base", base)):
-        if place is not None and not Path(place).is_dir():
-            raise ConfigError(f"{name} {place}: no such folder")
-    findings = _Findings()
-    kind = findings.of(kind_of, folder)
-    if kind is None:
-        return {}, list(findings.lines)
-    facts: dict[str, str] = {"kind": kind}
-    if kind in ("package", "adapter"):
-        facts["checkpoint_sha256"] = folder_sha256(folder)
-        _files(folder, kind, findings)
-    if model is None:
-        model = _size(folder, kind)
-    dimensions = DIMENSIONS.get(model or "")
-    if kind in ("base", "export") or base is not None:
-        weights = weights_folder(folder, base)
-        dimensions = _weights(weights, model, findings, facts, deep=deep, bar=bar) or dimensions
-        _tokenizer(weights, dimensions, letters=kind == "adapter" and not own, findings=findings)
-    if dimensions is None:
-        if findings.lines:
-            return facts, list(findings.lines)
-        raise ConfigError(f"{folder} does not tell its size; give --base FOLDER or --model SIZE")
-    _decision(folder, kind, dimensions, model, own, findings, facts)
-    return facts, list(findings.lines)
-
-
-def _size(folder: str, kind: Kind) -> str | None:
-    """The published size that the folder claims to be, if any."""
-    if kind == "adapter":
-        return "4b"
-    if kind == "base":
-        return None
-    try:
-        claimed = read_json(Path(folder) / ("model.json" if kind == "package" else "open_jev_export.json"))
-    except CheckpointError:
-        return None
-    return next((size for size, pin in PINS.items() if pin.base == claimed.get("model_id")), None)
-
-
-def _files(folder: str, kind: Kind, findings: _Findings) -> None:
-    needed = PACKAGE_FILES if kind == "package" else (SETTINGS, VALUES)
-    for name in needed:
-        if not (Path(folder) / name).exists():
-            findings.add(f"{Path(folder) / name}: no such file")
-    for path in files_of(Path(folder)):
-        name = path.relative_to(folder).as_posix()
-        if name not in (*needed, *_IGNORED):
-            findings.add(
-                f"{path}: {name} is not part of a checkpoint of kind {kind}, but changes its checkpoint_sha256"
-            )
-
-
-def _weights(
-    folder: str, model: str | None, findings: _Findings, facts: dict[str, str], *, deep: bool, bar: bool
-) -> ModelDimensions | None:
-    dimensions = findings.of(read_dimensions, folder)
-    if dimensions is None:
-        return None
-    if model is not None:
-        findings.of(check_dimensions, dimensions, model, folder)
-    source = findings.of(open_checkpoint, folder)
-    if source is not None:
-        facts["weights"] = f"{len(source.names)} tensors in {folder}"
-        if deep:
-            for name in track(source.names, "reading", console=Console(stderr=True), transient=True, disable=not bar):
-                findings.of(_finite, source, name)
-    return dimensions
-
-
-def _finite(source: Checkpoint, name: str) -> None:
-    bad = int((~torch.isfinite(source.tensor(name))).sum())
-    if bad:
-        raise CheckpointError(f"{source.file_of(name)}: {name} holds {bad:,} values that are not finite")
-
-
-def _tokenizer(folder: str, dimensions: ModelDimensions | None, *, letters: bool, findings: _Findings) -> None:
-    tokens = findings.of(Tokens.load, folder)
-    if tokens is None:
-        return
-    for word in ("Yes", "No"):
-        id = findings.of(tokens.single_id, word)
-        if id is not None and dimensions is not None:
-            findings.of(check_vocabulary, id, dimensions)
-    if letters:
-        findings.of(lambda: letter_ids(tokens, check=True))
-
-
-def _decision(
-    folder: str,
-    kind: Kind,
-    dimensions: ModelDimensions,
-    model: str | None,
-    own: bool,
-    findings: _Findings,
-    facts: dict[str, str],
-) -> None:
-    """Adapter, head, temperature and published ids."""
-    found: DecisionModel | None = None
-    adapter: Adapter | None = None
-    if kind in ("package", "adapter"):
-        place = Path(folder) if kind == "adapter" else Path(folder) / ADAPTER
-        findings.of(read_settings, place)
-        adapter = findings.of(open_adapter, place, dimensions)
-        for module in adapter.modules if adapter is not None else ():
-            assert adapter is not None
-            findings.of(adapter.factors, module, torch.device("cpu"))
-    if kind == "package":
-        findings.of(read_json, Path(folder) / TEMPERATURE)
-        findings.of(read_head, Path(folder) / HEAD, dimensions.hidden_size)
-        found = findings.of(read_package, folder, dimensions.hidden_size)
-    elif kind == "export":
-        found = findings.of(read_export, folder, dimensions.hidden_size)
-    if found is not None:
-        facts["model"] = f"{found.model_id} at {found.base_revision}, temperature {found.head.temperature}"
-        if adapter is not None:
-            findings.of(check_rank, found, adapter)
-        if not own:
-            findings.of(check_open_jev, found, model or "")
-    if kind == "adapter" and adapter is not None and not own:
-        findings.of(check_cua, adapter, model or "4b")
+def shadows(folder: Path) -> list[str]:
+    """Files that Python takes for parts of this project where a program is started in `folder`."""
+    if folder.samefile(CONFIGS.parent):
+        return []
+    files = (folder / file for name in PACKAGES for file in (f"{name}/__init__.py", f"{name}.py"))
+    return [str(file) for file in files if file.exists()]
 
 
 if __name__ == "__main__":

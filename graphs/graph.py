@@ -1,16 +1,16 @@
 """One CUDA graph: how work is captured in a process that is not ours.
 
-Another thread may at any time do what breaks a capture (a device-wide synchronise is enough), so a capture that fails
-is tried again. Knows callables and streams, nothing of what they run.
+Another thread may at any time do what breaks a capture (a device-wide synchronise is enough), and garbage collected on
+this one may hold somebody's graph, so a capture that fails is tried again. Knows callables and streams, nothing of what
+they run.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +20,6 @@ T = TypeVar("T")
 logger = logging.getLogger("forkgraph")
 
 _lock = threading.Lock()
-_running = 0
-_collecting = False
-"""Captures that run, and whether garbage was collected before the first of them."""
 _said: set[str] = set()
 
 
@@ -59,14 +56,13 @@ def capture_graph(run: Callable[[], T], *, pool: Any | None, attempts: int = 3) 
 
 
 def _captured(graph: torch.cuda.CUDAGraph, run: Callable[[], T], pool: Any) -> T:
-    with _no_collection():
-        try:
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            result = run()
-            graph.capture_end()
-        except BaseException as error:
-            _abandon(graph, pool, error)
-            raise
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        result = run()
+        graph.capture_end()
+    except BaseException as error:
+        _abandon(graph, pool, error)
+        raise
     return result
 
 
@@ -81,24 +77,6 @@ def _abandon(graph: torch.cuda.CUDAGraph, pool: Any, error: BaseException) -> No
     with suppress(RuntimeError):  # the allocator knows of the end already
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Garbage of others is not collected meanwhile: destroying a graph among it would make the capture invalid."""
-    global _running, _collecting
-    with _lock:
-        if not _running:
-            _collecting = gc.isenabled()
-            gc.disable()
-        _running += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _running -= 1
-            if not _running and _collecting:
-                gc.enable()
 
 
 def _say_once(error: Exception) -> None:

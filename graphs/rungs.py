@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from ops.tables import MAX_ROWS
+from ops.tables import MAX_READS, MAX_ROWS
 
 _LOWEST = 64  # fewer rows cost a product no less time
 _FINE = 512  # rows from which padding costs more than another rung
+_COVERING_STEP = 1.1  # rows of a graph over those of the next smaller one, where every pass must find one
 
 
 def _ladder() -> tuple[int, ...]:
@@ -31,3 +32,16 @@ def rung(rows: int) -> int:
     if not 0 < rows <= LADDER[-1]:
         raise ValueError(f"rows must be from 1 to {LADDER[-1]}, the most a pass can hold, got {rows}; run more passes")
     return LADDER[bisect_left(LADDER, rows)]
+
+
+def _covering() -> tuple[tuple[int, int], ...]:
+    rows = [LADDER[0]]
+    while rows[-1] < LADDER[-1]:
+        above = [r for r in LADDER if r > rows[-1]]
+        rows.append(max((r for r in above if r <= rows[-1] * _COVERING_STEP), default=above[0]))
+    return tuple((r, reads) for r in rows for reads in map(rung, (1, 256, MAX_READS)) if reads <= r)
+
+
+COVERING = _covering()
+"""(rows, reads) of graphs of which one holds any pass, what `warmup=all` captures. A pass without reads takes a graph
+with some, whose rows nobody looks at."""

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.attention_prepare import COLUMN_UNIT, check_head_size
-from ops.checks import STORAGE, check_at_least, check_multiple, check_tables, check_tensor
+from ops.checks import STORAGE, check_at_least, check_head_size, check_multiple, check_tables, check_tensor
 from ops.cpu import cpu_kernel
+from ops.sizes import COLUMN_UNIT
 from ops.tables import (
     PACKED,
     ROW_POSITION,
@@ -103,7 +103,7 @@ def _(
     for s, segment_tiles in tiles.items():
         keys, values = (_path(cache, packed, host.segment(s), d) for cache, packed in ((k_cache, k), (v_cache, v)))
         for tile, tile_rows in segment_tiles.items():
-            source = torch.tensor(tile_rows)
+            source = torch.tensor(tile_rows, dtype=torch.int64, device=q.device)
             place = torch.from_numpy(positions[packed_rows[tile_rows]] % _TILE).long()
             queries, gates = q.new_zeros(_TILE, heads, d), q.new_zeros(_TILE, heads, d)
             queries[place] = q[source].view(-1, heads, d)
@@ -129,7 +129,7 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, tile: int) -> Tensor:
     rows, heads, d = queries.shape
     kv_heads = keys.shape[0]
     q = queries.view(rows, kv_heads, -1, d).permute(1, 2, 0, 3).reshape(kv_heads, -1, d) * d**-0.5
-    places = torch.arange(_TILE)
+    places = torch.arange(_TILE, dtype=torch.int64, device=q.device)
     q_positions = (tile * _TILE + places).repeat(heads // kv_heads)
     # Every row, unused ones too, sees position 0 in the first tile, so that the maximum is finite from there on.
     top = q.new_full((kv_heads, q.shape[1], 1), float("-inf"))

@@ -8,13 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.checks import STORAGE, check_at_least, check_multiple, check_separate, check_tables, check_tensor
+from ops.checks import (
+    STORAGE,
+    check_at_least,
+    check_head_size,
+    check_multiple,
+    check_separate,
+    check_tables,
+    check_tensor,
+)
 from ops.cpu import by_row_tiles, cpu_kernel
+from ops.sizes import COLUMN_UNIT, num_query_heads
 from ops.tables import NUM_READS, NUM_ROWS, ROW_POSITION, ROW_SEGMENT, SEG_KV_WRITE, HostTables
 
 _OP = "attention_prepare"
-COLUMN_UNIT = 16
-"""Columns of a projection, and those before its keys, come in multiples of this."""
 
 
 @torch.library.custom_op("forkgraph::attention_prepare", mutates_args=("k_cache", "v_cache"), device_types="cuda")
@@ -50,11 +57,6 @@ def attention_prepare(
     )
 
 
-def num_query_heads(q_proj: Tensor, head_dim: int, kv_offset: int) -> int:
-    """Query and gate columns end where keys begin in a fused product, and fill a separate one."""
-    return (kv_offset or q_proj.shape[1]) // (2 * head_dim)
-
-
 @attention_prepare.register_fake
 def _(
     q_proj: Tensor,
@@ -70,7 +72,7 @@ def _(
     reads: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     d = q_norm.shape[0]
-    q = q_proj.new_empty(q_proj.shape[0], num_query_heads(q_proj, d, kv_offset) * d)
+    q = q_proj.new_empty(q_proj.shape[0], num_query_heads(q_proj.shape[1], d, kv_offset) * d)
     k = kv_proj.new_empty(kv_proj.shape[0], k_cache.shape[1])
     return q, k, torch.empty_like(k)
 
@@ -91,7 +93,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check(q_proj, kv_proj, q_norm, k_norm, rope, k_cache, v_cache, tables, kv_offset, reads)
     d, width = q_norm.shape[0], k_cache.shape[1]
-    heads = num_query_heads(q_proj, d, kv_offset)
+    heads = num_query_heads(q_proj.shape[1], d, kv_offset)
     host = HostTables.of(tables)
     rows = host.count(NUM_ROWS)
     positions = torch.from_numpy(host.rows(ROW_POSITION)).long()
@@ -143,7 +145,7 @@ def attention_prepare_reference(
     """Float64 norm and rotary of heads x [R, heads, d] at absolute `positions` [R]; nothing is rounded."""
     x = x.double()
     x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight.double())
-    frequencies = theta ** (-torch.arange(0, rot, 2, dtype=torch.float64) / rot)
+    frequencies = theta ** (-torch.arange(0, rot, 2, dtype=torch.float64, device=x.device) / rot)
     angles = (positions.double()[:, None] * frequencies)[:, None, :]
     x1, x2 = x[..., : rot // 2], x[..., rot // 2 : rot]
     cos, sin = angles.cos(), angles.sin()
@@ -184,9 +186,3 @@ def _check(
     check_at_least(_OP, "the number of columns of kv_proj", kv_proj.shape[1], kv_offset + 2 * k_cache.shape[1])
     check_separate(_OP, q_proj=q_proj, k_cache=k_cache, v_cache=v_cache)
     check_separate(_OP, kv_proj=kv_proj, k_cache=k_cache, v_cache=v_cache)
-
-
-def check_head_size(op: str, d: int) -> None:
-    """A head fills whole vectors and is at least one step of a matrix product."""
-    if d < COLUMN_UNIT or d & (d - 1):
-        raise ValueError(f"{op}: the head size is {d}, wants a power of two from {COLUMN_UNIT}; pad the heads")

@@ -11,9 +11,10 @@ import itertools
 import torch
 from torch import Tensor
 
+from ops.sizes import COLUMN_UNIT
 from ops.tables import TABLE_WORDS
 
-ALIGNMENT = 16
+VECTOR_BYTES = 16
 """Bytes: one vector load."""
 STORAGE = (torch.bfloat16, torch.float32)
 """Dtypes a model may be stored in."""
@@ -39,9 +40,9 @@ def check_tensor(
         raise ValueError(f"{op}: {name} has shape {list(x.shape)}, wants [{wanted}]; pass a tensor of that shape")
     if not x.is_contiguous():
         raise ValueError(f"{op}: {name} has strides {x.stride()}, wants dense rows; call .contiguous() on it first")
-    if x.data_ptr() % ALIGNMENT:
+    if x.data_ptr() % VECTOR_BYTES:
         raise ValueError(
-            f"{op}: {name} starts at {x.data_ptr() % ALIGNMENT} bytes past a multiple of {ALIGNMENT}; "
+            f"{op}: {name} starts at {x.data_ptr() % VECTOR_BYTES} bytes past a multiple of {VECTOR_BYTES}; "
             "pass a tensor of its own (.clone()), not a slice that starts inside a row"
         )
 
@@ -59,7 +60,13 @@ def check_multiple(op: str, name: str, value: int, of: int) -> None:
 
 def check_row_pitch(op: str, name: str, x: Tensor) -> None:
     """Every row of `x` starts at a multiple of 16 bytes, so that a kernel may load it in vectors."""
-    check_multiple(op, f"the last dimension of {name}", x.shape[-1], ALIGNMENT // x.element_size())
+    check_multiple(op, f"the last dimension of {name}", x.shape[-1], VECTOR_BYTES // x.element_size())
+
+
+def check_head_size(op: str, d: int) -> None:
+    """A head fills whole vectors and is at least one step of a matrix product."""
+    if d < COLUMN_UNIT or d & (d - 1):
+        raise ValueError(f"{op}: the head size is {d}, wants a power of two from {COLUMN_UNIT}; pad the heads")
 
 
 def check_at_least(op: str, name: str, value: int, least: int) -> None:

@@ -8,6 +8,7 @@ threshold have neither a tail nor a split, so a row gives the same bits wherever
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +30,14 @@ def cpu_kernel(name: str) -> Callable[[Kernel], Kernel]:
     """
 
     def register(kernel: Kernel) -> Kernel:
-        _library.impl(name, kernel, "CPU")  # type: ignore[no-untyped-call]
+        @wraps(kernel)
+        def as_given(*arguments: Any) -> Any:
+            if not torch.is_autocast_enabled("cpu"):
+                return kernel(*arguments)
+            with torch.autocast("cpu", enabled=False):  # else it would recast what the kernel multiplies
+                return kernel(*arguments)
+
+        _library.impl(name, as_given, "CPU")  # type: ignore[no-untyped-call]
         return kernel
 
     return register

@@ -10,20 +10,19 @@ at absolute multiples of 64. With the prefix sum G of g inside a chunk and D_ij 
     S    = exp(G_63) S + K^T (exp(G_63 - G) V')        after a complete chunk only
 
 A chunk that a segment's parent left open is computed again from its first row, whose keys, values and gates come from
-the parent's tail or packed rows; so the split of a path into segments changes no bit of any row.
+the parent's tail or packed rows; so the split of a path into segments changes no bit of any row. A log decay below
+LEAST_LOG_DECAY, -inf too, counts as that. A row of NaN reaches its own segment from its chunk on and what continues it.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ops.checks import STORAGE, check_at_least, check_at_most, check_separate, check_tables, check_tensor
 from ops.cpu import cpu_kernel
+from ops.sizes import CHUNK, COLUMN_UNIT, LEAST_LOG_DECAY, DeltaSizes
 from ops.tables import (
-    CHUNK,
     MAX_ROWS,
     NUM_ROWS,
     NUM_SEGMENTS,
@@ -39,33 +38,6 @@ from ops.tables import (
     HostTables,
     virtual_rows,
 )
-
-
-@dataclass(frozen=True)
-class DeltaSizes:
-    """What the shapes of the arguments say about the layer."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-
-    @classmethod
-    def of(cls, tail_gates: Tensor, states: Tensor) -> DeltaSizes:
-        _, value_heads, key_dim, value_dim = states.shape
-        return cls(tail_gates.shape[2] - 2 * value_heads, value_heads, key_dim, value_dim)
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def tail_gates(self) -> int:
-        return 2 * self.value_heads + self.key_heads
 
 
 @torch.library.custom_op("forkgraph::delta_rule", mutates_args=("states",), device_types="cuda")
@@ -91,8 +63,8 @@ def delta_rule(
 
     n = _check(qkv, gates, tail_kv, tail_gates, states, tables)
     for name, size in (("key", n.key_dim), ("value", n.value_dim)):
-        if size < 16 or size & (size - 1):
-            raise ValueError(f"delta_rule: a {name} head has {size} columns, wants a power of two from 16 on")
+        if size < COLUMN_UNIT or size & (size - 1):
+            raise ValueError(f"delta_rule: a {name} head has {size} columns, wants a power of two from {COLUMN_UNIT}")
     return launch_delta_rule(qkv, gates, tail_kv, tail_gates, states, tables, n)
 
 
@@ -139,14 +111,14 @@ def _chunk_rows(
     n: DeltaSizes,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k|v and gates [64, ...] of the chunk at position `first` in float32; zeros where the segment has no row."""
-    q = torch.zeros(CHUNK, n.keys)
-    kv = torch.zeros(CHUNK, n.keys + n.values)
-    gate = torch.zeros(CHUNK, gates.shape[1])
+    q = gates.new_zeros(CHUNK, n.keys)
+    kv = gates.new_zeros(CHUNK, n.keys + n.values)
+    gate = gates.new_zeros(CHUNK, gates.shape[1])
     own_at = slice(own_first - first, own_first - first + own.stop - own.start)
     q[own_at] = qkv[own, : n.keys].float()
     kv[own_at] = qkv[own, n.keys :].float()
     gate[own_at] = gates[own]
-    before = torch.arange(first, own_first)
+    before = torch.arange(first, own_first, dtype=torch.int64, device=gates.device)
     spaces = (SEG_CHUNK_REQUEST, SEG_CHUNK_QUESTION, SEG_CHUNK_OWN)
     rows = torch.from_numpy(virtual_rows(before.numpy(), fields, *spaces))
     in_pass = rows >= PACKED
@@ -176,8 +148,8 @@ def _chunk(q: Tensor, kv: Tensor, gate: Tensor, state: Tensor, n: DeltaSizes) ->
     k = (heads(kv[:, : n.keys], n.key_heads) * k_norm).repeat_interleave(group, 0)
     q = (heads(q, n.key_heads) * q_norm).repeat_interleave(group, 0)
     v = heads(kv[:, n.keys :], n.value_heads)
-    total = log_decay.cumsum(1)
-    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
+    total = log_decay.clamp(min=LEAST_LOG_DECAY).cumsum(1)
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=gate.device).triu(1)
     decay = (total - total.transpose(1, 2)).masked_fill(future, -torch.inf).exp()
     carried = total.exp()
     a = beta * torch.bmm(k, k.transpose(1, 2)) * decay  # its diagonal is not read

@@ -6,7 +6,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ops.checks import ALIGNMENT, STORAGE, check_at_least, check_at_most, check_multiple, check_row_pitch, check_tensor
+from ops.checks import (
+    STORAGE,
+    VECTOR_BYTES,
+    check_at_least,
+    check_at_most,
+    check_multiple,
+    check_row_pitch,
+    check_tensor,
+)
 from ops.cpu import by_row_tiles, cpu_kernel
 
 
@@ -63,4 +71,4 @@ def _check(o: Tensor, proj: Tensor, weight: Tensor, z_offset: int) -> None:
     check_at_least(op, "z_offset", z_offset, 0)
     check_at_most(op, "z_offset + the number of columns of o", z_offset + o.shape[1], proj.shape[1])
     if z_offset:
-        check_multiple(op, "z_offset", z_offset, ALIGNMENT // proj.element_size())
+        check_multiple(op, "z_offset", z_offset, VECTOR_BYTES // proj.element_size())

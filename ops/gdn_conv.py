@@ -6,8 +6,6 @@ P projection columns [q | k | v | z Vd | b Hv | a Hv | padding].
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ops.checks import (
-    ALIGNMENT,
     STORAGE,
+    VECTOR_BYTES,
     check_at_least,
     check_at_most,
     check_multiple,
@@ -26,9 +24,8 @@ from ops.checks import (
     check_tensor,
 )
 from ops.cpu import by_row_tiles, cpu_kernel
+from ops.sizes import CHUNK, CONV_HISTORY, NORM_EPS, ConvSizes
 from ops.tables import (
-    CHUNK,
-    CONV_HISTORY,
     MAX_ROWS,
     NUM_ROWS,
     NUM_SEGMENTS,
@@ -43,51 +40,6 @@ from ops.tables import (
     HostTables,
     virtual_rows,
 )
-
-NORM_EPS = 1e-6
-"""Added to the sum of squares of a key or query head; a constant of the model family."""
-
-
-@dataclass(frozen=True)
-class ConvSizes:
-    """What the shapes of the arguments say about the layer."""
-
-    channels: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    proj: int
-
-    @classmethod
-    def of(cls, proj: Tensor, conv_weight: Tensor, a_log: Tensor, tail_kv: Tensor, tail_gates: Tensor) -> ConvSizes:
-        channels, value_heads = conv_weight.shape[0], a_log.shape[0]
-        key_heads = tail_gates.shape[2] - 2 * value_heads
-        keys = channels - tail_kv.shape[2]
-        return cls(
-            channels=channels,
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=keys // key_heads,
-            value_dim=(channels - 2 * keys) // value_heads,
-            proj=proj.shape[1],
-        )
-
-    @property
-    def keys(self) -> int:
-        return self.key_heads * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.value_heads * self.value_dim
-
-    @property
-    def gates(self) -> int:
-        return 2 * self.value_heads + 2 * self.key_heads
-
-    @property
-    def tail_gates(self) -> int:
-        return 2 * self.value_heads + self.key_heads
 
 
 @torch.library.custom_op("forkgraph::gdn_conv", mutates_args=("history", "tail_kv", "tail_gates"), device_types="cuda")
@@ -281,7 +233,7 @@ def _check(
     check_at_least(op, "the number of value heads (a_log)", a_log.shape[0], 1)
     check_at_least(op, "the number of key heads (tail_gates)", tail_gates.shape[2] - 2 * a_log.shape[0], 1)
     n = ConvSizes.of(proj, conv_weight, a_log, tail_kv, tail_gates)
-    check_multiple(op, "a key head (key columns / key heads)", n.key_dim, ALIGNMENT // proj.element_size())
+    check_multiple(op, "a key head (key columns / key heads)", n.key_dim, VECTOR_BYTES // proj.element_size())
     if n.key_dim & (n.key_dim - 1):
         raise ValueError(f"{op}: a key head has {n.key_dim} columns, wants a power of two; pad the heads")
     check_multiple(op, "the number of value columns", n.values, n.key_dim)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ops.checks import ALIGNMENT, STORAGE, check_multiple, check_tensor
+from ops.checks import STORAGE, VECTOR_BYTES, check_multiple, check_tensor
 from ops.cpu import by_row_tiles, cpu_kernel
 
 
@@ -48,4 +48,4 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 def _check(gate_up: Tensor) -> None:
     op = "silu_mul"
     check_tensor(op, "gate_up", gate_up, (None, None), STORAGE, gate_up.device)
-    check_multiple(op, "the last dimension of gate_up", gate_up.shape[1], 2 * ALIGNMENT // gate_up.element_size())
+    check_multiple(op, "the last dimension of gate_up", gate_up.shape[1], 2 * VECTOR_BYTES // gate_up.element_size())

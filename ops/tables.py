@@ -18,24 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-CHUNK = 64
-"""Rows of a delta-rule chunk; chunks are anchored at absolute multiples of it."""
-CONV_HISTORY = 3
-"""Rows the width-4 convolution looks back."""
+from ops.sizes import CHUNK, CONV_HISTORY, num_chunks
+
 PACKED = 1 << 30
 """First virtual row that means a packed row of the same pass."""
 
 MAX_ROWS = 16_384
 MAX_SEGMENTS = 512
 MAX_READS = 1_024
-MAX_GROUP = 8
-"""Largest number of query heads per key/value head."""
 MAX_CHUNKS = 768
 """Chunks of one pass; bounds the delta rule's scratch. Enough for 255 branches that each straddle a border."""
 
@@ -127,7 +122,7 @@ class SegmentEntry:
 
     @property
     def num_chunks(self) -> int:
-        return (self.end - 1) // CHUNK - self.start // CHUNK + 1
+        return num_chunks(self.start, self.end)
 
 
 def chunk_capacity(rows: int) -> int:
@@ -138,16 +133,18 @@ def chunk_capacity(rows: int) -> int:
 def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tuple[int, int]]) -> int:
     """Write one pass into `block` [TABLE_WORDS]; returns the number of packed rows.
 
-    `reads` are (segment, row of that segment) in the order their hidden states are wanted.
+    `reads` are (segment, row of that segment) in the order their hidden states are wanted. Raises ValueError, before
+    anything is written, for a segment without rows, an internal segment behind another, a read outside its segment, and
+    more of anything than the block holds.
     """
     lines, rows, total_chunks = [], 0, 0
     for e in entries:
         length, own = len(e.token_ids), PACKED + rows - e.start
-        num_chunks = (e.start + length - 1) // CHUNK - e.start // CHUNK + 1
+        touched = (e.start + length - 1) // CHUNK - e.start // CHUNK + 1  # `num_chunks`, without a call
         request, question = e.request, e.question
         lines.append(
             (
-                e.start, length, rows, total_chunks, num_chunks,
+                e.start, length, rows, total_chunks, touched,
                 e.state_read, e.state_write, e.slot_write, e.kv_write, question.first if question else e.start,
                 request.kv if request else own, question.kv if question else 0, own if e.kv_write < 0 else e.kv_write,
                 request.chunk if request else own, question.chunk if question else 0, own,
@@ -155,15 +152,23 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
             )
         )  # fmt: skip
         rows += length
-        total_chunks += num_chunks
+        total_chunks += touched
     count = len(entries)
-    assert 0 < count <= MAX_SEGMENTS, count
-    assert rows <= MAX_ROWS, rows
-    assert total_chunks <= MAX_CHUNKS, total_chunks
-    assert len(reads) <= MAX_READS, len(reads)
-    assert all(a.internal or not b.internal for a, b in pairwise(entries))
+    if not 0 < count <= MAX_SEGMENTS or rows > MAX_ROWS or total_chunks > MAX_CHUNKS or len(reads) > MAX_READS:
+        _refuse_size(segments=count, rows=rows, chunks=total_chunks, reads=len(reads))
+    internal = [e.internal for e in entries]
+    num_internal = sum(internal)
+    if not all(internal[:num_internal]):
+        late = internal.index(True, internal.index(False))
+        raise ValueError(f"tables: segment {late} is internal behind one that is not; put internal segments first")
     fields = np.array(lines, np.int32).T
     starts, lengths, first_row, first_chunk, chunks_of = fields[: SEG_NUM_CHUNKS + 1]
+    if not lengths.all():
+        raise ValueError(f"tables: segment {int(lengths.argmin())} has 0 rows, wants at least 1; leave it out")
+    segments, read_rows = np.array(reads, np.int32).reshape(-1, 2).T
+    if reads:
+        _check_reads(segments, read_rows, lengths)
+
     segment_of_row = np.repeat(np.arange(count, dtype=np.int32), lengths)
     block[:ROW_SEGMENT] = 0
     block[ROW_SEGMENT:SEGMENTS] = -1
@@ -178,12 +183,35 @@ def fill(block: Int32Array, entries: Sequence[SegmentEntry], reads: Sequence[tup
     chunks[:, 1] = np.arange(total_chunks) + (starts // CHUNK - first_chunk)[segment_of_chunk]
 
     block[READ_ROWS:TABLE_WORDS] = 0
-    if reads:
-        segments, read_rows = np.array(reads, np.int32).T
-        assert ((read_rows >= 0) & (read_rows < lengths[segments])).all()
-        block[READ_ROWS : READ_ROWS + len(reads)] = first_row[segments] + read_rows
-    block[:5] = (rows, count, sum(e.internal for e in entries), total_chunks, len(reads))
+    block[READ_ROWS : READ_ROWS + len(reads)] = first_row[segments] + read_rows
+    block[:5] = (rows, count, num_internal, total_chunks, len(reads))
     return rows
+
+
+def _refuse_size(*, segments: int, rows: int, chunks: int, reads: int) -> None:
+    if not segments:
+        raise ValueError("tables: a pass of 0 segments, wants at least 1; leave it out")
+    for name, value, limit in (
+        ("segments", segments, MAX_SEGMENTS),
+        ("rows", rows, MAX_ROWS),
+        ("chunks", chunks, MAX_CHUNKS),
+        ("reads", reads, MAX_READS),
+    ):
+        if value > limit:
+            raise ValueError(f"tables: a pass of {value} {name}, wants at most {limit}; run it in several passes")
+
+
+def _check_reads(segments: Int32Array, rows: Int32Array, lengths: Int32Array) -> None:
+    """Every read is a row of a segment. Unsigned, a negative number is beyond any limit."""
+    known = segments.view(np.uint32) < len(lengths)
+    if not known.all():
+        i = int(known.argmin())
+        raise ValueError(f"tables: read {i} is in segment {segments[i]}, wants 0 to {len(lengths) - 1}")
+    inside = rows.view(np.uint32) < lengths[segments].view(np.uint32)
+    if not inside.all():
+        i = int(inside.argmin())
+        last = lengths[segments[i]] - 1
+        raise ValueError(f"tables: read {i} is row {rows[i]} of segment {segments[i]}, wants 0 to {last}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Nsight Compute over one steady run of a workload: OUT/report.ncu-rep, metrics.csv, summary.txt, config.yaml.
 #
-#   profiling/ncu.sh [--kernels REGEX] [--skip N] [--count N] [--dry-run] \
+#   profiling/ncu.sh [--kernels REGEX] [--skip N] [--count N] \
 #       model=9b checkpoint=random tokenizer=FOLDER workload=m1/1024x32 out=FOLDER
 #
 # --kernels  only kernels whose name matches; --skip and --count then count those
@@ -14,41 +14,32 @@ set -euo pipefail
 # shellcheck source=profiling/session_lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/session_lib.sh"
 
-kernels='' skip=0 count=100
-while [ $# -gt 0 ]; do
+chosen=() skip=0 count=100
+while [[ ${1:-} == --* ]]; do
+    [ $# -gt 1 ] || refuse "$1 needs a value"
     case $1 in
-        --dry-run) dry_run=true && shift && continue ;;
-        --kernels | --skip | --count) [ $# -gt 1 ] || refuse "$1 needs a value" ;;
-        --*) refuse "$1 is not an option; there are --kernels, --skip, --count and --dry-run" ;;
-        *) break ;;
-    esac
-    case $1 in
-        --kernels) kernels=$2 ;;
+        --kernels) chosen=(--kernel-name "regex:$2") ;;
         --skip) skip=$2 ;;
         --count) count=$2 ;;
+        *) refuse "$1 is not an option; there are --kernels, --skip and --count" ;;
     esac
     shift 2
 done
-[[ $skip =~ ^[0-9]+$ ]] || refuse "--skip $skip is not a whole number"
-[[ $count =~ ^[1-9][0-9]*$ ]] || refuse "--count $count is not a whole number of at least 1"
+[[ $skip =~ ^[0-9]+$ && $count =~ ^[1-9][0-9]*$ ]] || refuse "--skip $skip --count $count: not numbers of launches"
 for name in graphs repeats trace; do
     [ -z "$(option "$name" "$@")" ] || refuse "$name= is fixed here: graphs=compiled repeats=1 trace=false"
 done
 prepare ncu "Nsight Compute" "$@"
-
-partial="$out/.report.$$"
-trap 'rm -f "$partial".*' EXIT
-chosen=(--launch-skip "$skip" --launch-count "$count")
-[ -z "$kernels" ] || chosen+=(--kernel-name "regex:$kernels")
 # Clocks stay as they are, so that times compare with those of other measurements here. The compiler's worker processes
 # run no kernel and are left alone.
-run ncu --target-processes application-only --profile-from-start off --nvtx --clock-control none \
+ncu --target-processes application-only --profile-from-start off --nvtx --clock-control none \
     --section SpeedOfLight --section MemoryWorkloadAnalysis --section Occupancy --section LaunchStats \
-    "${chosen[@]}" --force-overwrite --export "$partial.ncu-rep" \
+    --launch-skip "$skip" --launch-count "$count" "${chosen[@]}" --force-overwrite --export "$partial.ncu-rep" \
     "$python" "$root/profiling/session.py" "$@" graphs=compiled repeats=1
-$dry_run || [ -e "$partial.ncu-rep" ] || { echo "ncu.sh: no kernel was measured, so there is no report" >&2 && exit 1; }
-run_into "$out/metrics.csv" ncu --import "$partial.ncu-rep" --page details --csv --print-units base \
-    --print-kernel-base function
-run_into "$out/summary.txt" "$python" "$root/profiling/ncu_summary.py" "$out/metrics.csv"
-run mv "$partial.ncu-rep" "$out/report.ncu-rep"
-$dry_run || { cat "$out/summary.txt" && echo "ncu.sh: $out/report.ncu-rep, metrics.csv, summary.txt and config.yaml" >&2; }
+[ -e "$partial.ncu-rep" ] || { echo "ncu.sh: no kernel was measured, so there is no report" >&2 && exit 1; }
+ncu --import "$partial.ncu-rep" --page details --csv --print-units base --print-kernel-base function >"$partial.csv"
+"$python" "$root/profiling/ncu_summary.py" "$partial.csv" | tee "$partial.txt"
+mv "$partial.csv" "$out/metrics.csv"
+mv "$partial.txt" "$out/summary.txt"
+mv "$partial.ncu-rep" "$out/report.ncu-rep"
+echo "ncu.sh: $out/report.ncu-rep, metrics.csv, summary.txt and config.yaml" >&2

@@ -14,23 +14,24 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TextIO
 
 import torch
-from manifest import SETS, Workload, workloads
-from measure import environment
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
+from record import environment
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, record_function
+from workloads import workload_named
 
 from engine.cli import config_text, run_command, write_whole
-from engine.config import EngineConfig, nearest, resolve
-from engine.engine import Engine, Forward
+from engine.config import EngineConfig, resolve
+from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.lines import Load
-from engine.prompt import Prompt
+from engine.process import run
 from engine.run import ranges
 
 WARM_UPS = 2
@@ -42,9 +43,9 @@ class SessionConfig(EngineConfig):
     """`python profiling/session.py`."""
 
     workload: str = "m1/1024x32"
-    """Name of a request of the manifest."""
+    """Name of a frozen request (`python profiling/workloads.py`)."""
     repeats: int = 5
-    """Runs inside the capture range."""
+    """Runs inside the capture range; a trace holds one."""
     trace: bool = False
     """Write a trace of torch.profiler, and emit the ranges into it instead of NVTX."""
     out: str | None = None
@@ -60,67 +61,38 @@ def main() -> None:
     def job(config: SessionConfig) -> int:
         return session(config, load=Engine.load, stderr=sys.stderr)
 
-    sys.exit(run_command("session", SessionConfig, job))
+    run("session", lambda: run_command("session", SessionConfig, job))
 
 
 def session(config: SessionConfig, *, load: Load, stderr: TextIO) -> int:
     """Run `config.workload` and write what was run to `config.out`. Raises ConfigError for options that cannot work."""
     config = replace(resolve(config), nvtx=not config.trace)
-    workload, folder = workload_named(config.workload), _new_folder(config.out)
-    engine_config = EngineConfig(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})
-    with load(engine_config) as engine:
-        questions = engine.prompts(workload.body)
+    if not config.out:
+        raise ConfigError("out is missing; name a folder for the report, as in out=/tmp/session")
+    workload, folder = workload_named(config.workload), Path(config.out).expanduser()
+    if (folder / "config.yaml").exists():  # a profiler may have begun its report there, but no session ended in it
+        raise ConfigError(f"out={folder} holds an earlier session; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with load(EngineConfig(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})) as engine:
+        questions, profiled = engine.prompts(workload.body), list[float]()
         for _ in range(WARM_UPS):
             engine.forward(questions)
             if config.graphs == "captured":
                 engine.settle()
-        with _traced(folder / "trace.json") if config.trace else _capture_range(config.device):
-            runs = [_timed(engine, questions, workload.name) for _ in range(config.repeats)]
-    forward = runs[-1][0]
+        with _traced(folder / "trace.json.gz") if config.trace else _capture_range(config.device):
+            for _ in range(1 if config.trace else config.repeats):
+                start = time.perf_counter()
+                forward = engine.forward(questions, name=workload.name)
+                profiled.append((time.perf_counter() - start) * 1e3)
     facts = {
-        "workload": workload.name,
-        "sha256": workload.sha256,
-        "candidates": workload.candidates,
-        "rows": forward.counters.rows,
-        "passes": forward.counters.passes,
-        "planned_bytes": asdict(forward.memory),
-        "profiled_ms": [ms for _, ms in runs],
-        "environment": environment(),
-    }
+        "workload": workload.name, "sha256": workload.sha256, "candidates": workload.candidates,
+        "rows": forward.counters.rows, "passes": forward.counters.passes, "planned_bytes": asdict(forward.memory),
+        "profiled_ms": profiled, "environment": environment(),
+    }  # fmt: skip
     write_whole(folder / "config.yaml", config_text(config))
     write_whole(folder / "session.json", json.dumps(facts, indent=1) + "\n")
-    print(f"session: {workload.name} ran {config.repeats} times; configuration in {folder}", file=stderr)
+    print(f"session: {workload.name} ran {len(profiled)} times; configuration in {folder}", file=stderr)
     return 0
-
-
-def workload_named(name: str) -> Workload:
-    """A request of the manifest. Raises ConfigError for a name that it does not have."""
-    found = {workload.name: workload for workload in workloads([s for s in SETS if s == name.partition("/")[0]])}
-    if name not in found:
-        close = nearest(name, found or SETS)
-        raise ConfigError(f"workload={name} is not in the manifest{close}; names look like m1/1024x32")
-    return found[name]
-
-
-def _new_folder(out: str | None) -> Path:
-    """The folder, made if need be. A profiler may have begun its report there, but no session ended in it."""
-    if not out:
-        raise ConfigError("out is missing; name a folder for the report, as in out=/tmp/session")
-    folder = Path(out).expanduser()
-    if (folder / "config.yaml").exists():
-        raise ConfigError(f"out={out} holds an earlier session; name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={out}: {error.strerror}") from None
-    return folder
-
-
-def _timed(engine: Engine, questions: Sequence[Sequence[Prompt]], name: str) -> tuple[Forward, float]:
-    """One run, and milliseconds from token ids to hidden states on the host."""
-    start = time.perf_counter()
-    forward = engine.forward(questions, name=name)
-    return forward, (time.perf_counter() - start) * 1e3
 
 
 @contextmanager
@@ -130,19 +102,16 @@ def _capture_range(device: str) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()
-    try:
+    with torch.cuda.profiler.profile():
         yield
         torch.cuda.synchronize(device)
-    finally:
-        torch.cuda.profiler.stop()
 
 
 @contextmanager
 def _traced(path: Path) -> Iterator[None]:
-    """A Chrome trace of torch.profiler with the project's ranges."""
+    """A compressed Chrome trace of torch.profiler with the project's ranges: no shapes, no stacks, no memory."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    # Requests run on the engine's own thread, which was there before.
+    # Requests run on the thread that owns the device, which was there before.
     with profile(activities=activities, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as profiler:
         ranges.enable(record_function)
         yield

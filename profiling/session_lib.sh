@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# What nsys.sh and ncu.sh share: the folder of the report, the tool, and commands that are printed or run.
+# What nsys.sh and ncu.sh share: the folder of the report and the tool.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 program=$(basename "$0")
 # shellcheck disable=SC2034 # of those who source this
 python=${PYTHON:-python3}
-dry_run=false
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
 refuse() {
     echo "$program: $1" >&2
@@ -22,8 +22,8 @@ option() {
     echo "$value"
 }
 
-# prepare TOOL PRODUCT OPTIONS...: sets `out`, the folder for the report, and makes it. Ends with code 2 without one, with
-# one in use, or without the tool.
+# prepare TOOL PRODUCT OPTIONS...: makes `out`, the folder for the report, and names `partial`, which is removed at exit.
+# Ends with code 2 without a folder, with one in use, or without the tool.
 prepare() {
     local tool=$1 product=$2
     shift 2
@@ -31,33 +31,8 @@ prepare() {
     out=${out/#"~/"/"$HOME/"} # as session.py reads it
     [ -n "$out" ] || refuse "out is missing; name a folder for the report, as in out=/tmp/session"
     [ ! -e "$out/config.yaml" ] || refuse "out=$out holds an earlier session; name another folder"
-    $dry_run && return
     command -v "$tool" >/dev/null || refuse "$tool is not on the PATH; install NVIDIA's $product or add its folder to PATH"
     mkdir -p "$out" || refuse "out=$out: cannot be made"
-}
-
-# Runs a command, or prints it under --dry-run.
-run() {
-    if $dry_run; then
-        printf '%q ' "$@"
-        echo
-    else
-        PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" "$@"
-    fi
-}
-
-# Runs a command with its output in FILE, which appears when it is complete.
-run_into() {
-    local file=$1 status=0
-    shift
-    if $dry_run; then
-        run "$@"
-        return
-    fi
-    run "$@" >"$file.$$" || status=$?
-    if [ "$status" -ne 0 ]; then
-        rm -f "$file.$$"
-        return "$status"
-    fi
-    mv "$file.$$" "$file"
+    partial="$out/.report.$$"
+    trap 'rm -f "$partial".*' EXIT
 }

@@ -12,16 +12,16 @@ import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from engine.config import nearest
-from engine.errors import CheckpointError
-from engine.load.dimensions import FULL, ModelDimensions
-from ops.tables import CONV_HISTORY
+from engine.errors import CheckpointError, nearest
+from engine.load.dimensions import ModelDimensions
+from engine.load.projections import FULL
+from ops.sizes import CONV_HISTORY
 
 Kind = Literal["linear", "embedding", "norm", "gated_norm", "conv", "a_log", "dt_bias"]
 
@@ -35,6 +35,7 @@ RANDOM_NOTE = "The weights are random: answers show the mechanics and judge noth
 _PREFIXES = ("model.language_model.", "model.", "")
 _NOT_TEXT = ("model.visual.", "visual.", "model.mtp.", "mtp.", HEAD)
 DTYPES = ("BF16", "F32")  # float16 and quantised files would change values on the way to bfloat16
+_LARGEST_HEADER = 100_000_000  # bytes, as safetensors allows
 _BLOCK = 1 << 26  # elements of random weights made in float32 at once
 
 
@@ -82,7 +83,8 @@ def expected_tensors(dimensions: ModelDimensions) -> dict[str, TensorSpec]:
 
 
 class Checkpoint:
-    """A checked folder. Values are read when asked for; `open_checkpoint` makes one."""
+    """A checked folder. Values are read when asked for; `open_checkpoint` makes one. A context manager, which closes
+    the files."""
 
     def __init__(self, folder: Path, dimensions: ModelDimensions, shards: dict[str, Any], places: dict[str, str]):
         self.folder, self.dimensions = folder, dimensions
@@ -90,15 +92,31 @@ class Checkpoint:
         self._files = {name: shard for shard, handle in shards.items() for name in handle.keys()}  # noqa: SIM118
         self._places = places  # text name -> name in its file
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for shard in self._shards.values():
+            shard.__exit__(None, None, None)
+
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._places)
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor as the file holds it (bfloat16 or float32), on the CPU, backed by the mapped file."""
+        """The tensor as the file holds it (bfloat16 or float32), on the CPU, backed by the mapped file.
+
+        Raises CheckpointError for an A_log or dt_bias that makes gates of NaN.
+        """
         place = self._places[name]
         tensor: Tensor = self._shards[self._files[place]].get_tensor(place)
+        check_gates(self.file_of(name), place, tensor)
         return tensor
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold the tensors, visual and other ones too."""
+        return tuple(self._shards)
 
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
@@ -127,7 +145,8 @@ class Checkpoint:
 
     def _rows(self, place: str, token_ids: Sequence[int]) -> Tensor:
         rows = self._shards[self._files[place]].get_slice(place)
-        return torch.cat([rows[i : i + 1] for i in token_ids])
+        with torch.device("cpu"):  # a slice comes on the default device
+            return torch.cat([rows[i : i + 1] for i in token_ids])
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:
@@ -169,7 +188,9 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: must hold a JSON object")
@@ -202,12 +223,31 @@ def _read_index(folder: Path) -> dict[str, str]:
 def open_shard(path: Path) -> Any:
     """The mapped safetensors file. Raises CheckpointError naming it when it is missing, damaged or cut short."""
     try:
+        with path.open("rb") as file:
+            size, stated = path.stat().st_size, _stated_bytes(file)
         return safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
-    except (SafetensorError, OSError) as error:
-        size = path.stat().st_size
-        raise CheckpointError(f"{path}: damaged or cut short at {size:,} bytes ({error})") from None
+    except SafetensorError as error:
+        wanted = "" if stated is None else f", its header asks for {stated:,}"
+        raise CheckpointError(f"{path}: damaged or cut short: {size:,} bytes{wanted} ({error})") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _stated_bytes(file: BinaryIO) -> int | None:
+    """Bytes that a safetensors file must have by its own header, or to hold it at all; None where it tells nothing."""
+    length = int.from_bytes(file.read(8), "little")
+    if length > _LARGEST_HEADER:
+        return None
+    header = file.read(length)
+    if len(header) < length:
+        return 8 + length
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return 8 + length + int(max(ends, default=0))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+        return None
 
 
 def _text_tensors(
@@ -242,6 +282,19 @@ def check_tensor(file: str, name: str, found: Any, shape: list[int], *, wanted_b
         raise CheckpointError(f"{file}: {name} has shape {found.get_shape()}, {wanted_by} asks for {shape}")
     if found.get_dtype() not in DTYPES:
         raise CheckpointError(f"{file}: {name} is {found.get_dtype()}; convert it to BF16 or F32")
+
+
+def check_gates(file: Path, name: str, tensor: Tensor) -> None:
+    """`exp(A_log)` and `dt_bias` are finite in float32; any other `tensor` passes. Raises CheckpointError."""
+    if not name.endswith((".A_log", ".dt_bias")):
+        return
+    values = tensor.float()
+    bad = ~values.isfinite() | (name.endswith(".A_log") & ~values.exp().isfinite())
+    if bool(bad.any()):
+        raise CheckpointError(
+            f"{file}: {name} holds {float(values[bad][0]):g} at {int(bad.nonzero()[0, 0])}; its gates would be NaN: "
+            "A_log must be finite and at most 88.7, dt_bias finite; restore the file"
+        )
 
 
 class RandomWeights:

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.errors import CheckpointError, shown
-from ops.tables import CHUNK, CONV_HISTORY, MAX_GROUP
-
-LINEAR = "linear_attention"
-FULL = "full_attention"
+from engine.load.projections import FULL, LINEAR, layer_projections
+from ops.sizes import CHUNK, COLUMN_UNIT, CONV_HISTORY, MAX_GROUP
 
 _F32 = 4
-_TILE = 16  # every width is a multiple of this: rows stay 16-byte aligned and tiles whole
+
+_LARGEST_SIZE, _LARGEST_LAYERS, _LARGEST_FLOAT = 2**31, 1_024, 10**300
 
 Value = TypeVar("Value")
 
@@ -74,10 +73,10 @@ class ModelDimensions:
             self._require(name, 0 < getattr(self, name) < float("inf"), "a positive, finite number")
         for name in ("hidden_size", "intermediate_size"):
             value = getattr(self, name)
-            self._require(name, value > 0 and value % _TILE == 0, f"a positive multiple of {_TILE}")
+            self._require(name, value > 0 and value % COLUMN_UNIT == 0, f"a positive multiple of {COLUMN_UNIT}")
         for name in ("head_dim", "linear_key_head_dim", "linear_value_head_dim"):
             value = getattr(self, name)
-            self._require(name, value >= _TILE and value & (value - 1) == 0, f"a power of two from {_TILE}")
+            self._require(name, value >= COLUMN_UNIT and value & (value - 1) == 0, f"a power of two from {COLUMN_UNIT}")
         self._require(
             "layer_types", set(self.layer_types) in ({LINEAR, FULL}, {LINEAR}, {FULL}), f"a list of {LINEAR} and {FULL}"
         )
@@ -113,7 +112,7 @@ class ModelDimensions:
         except CheckpointError as error:
             raise CheckpointError(f"{source}: {error}") from None
 
-    # Names in the shape comments of `engine.run.model`: H, Hkv, d; Hk, Hv, dk, dv; Kd, Vd, C, P.
+    # Names in the shape comments of `run.model` and `load.tensors`: H, Hkv, d; Hk, Hv, dk, dv; Kd, Vd, C, P.
 
     @property
     def num_hidden_layers(self) -> int:
@@ -146,7 +145,7 @@ class ModelDimensions:
     def gdn_proj(self) -> int:
         """P, rows of the delta rule's fused input projection: q, k, v, z, b, a, zeros up to a multiple of 16."""
         rows = self.conv_dim + self.value_dim + 2 * self.linear_num_value_heads
-        return rows + -rows % _TILE
+        return rows + -rows % COLUMN_UNIT
 
     @property
     def query_dim(self) -> int:
@@ -165,8 +164,6 @@ class ModelDimensions:
 
     def weight_bytes(self, dtype_bytes: int) -> WeightBytes:
         """Weights on the device, fused and padded; `A_log` and the gated norm's weight are float32 at any dtype."""
-        from engine.load.projections import layer_projections
-
         h, value_heads = self.hidden_size, self.linear_num_value_heads
         linear, full = (
             2 * h + sum(p.rows * p.columns for p in layer_projections(self, kind).values()) for kind in (LINEAR, FULL)
@@ -216,10 +213,12 @@ def _get(config: Mapping[str, Any], key: str, kind: type[Value], where: str = ""
     if key not in config:
         raise CheckpointError(f"{where}{key} is missing")
     value = config[key]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and isinstance(value, int) and not isinstance(value, bool) and abs(value) < _LARGEST_FLOAT:
         value = float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise _unsupported(where + key, value, f"of type {kind.__name__}")
+    if isinstance(value, int) and abs(value) >= _LARGEST_SIZE:
+        raise _unsupported(where + key, value, f"below {_LARGEST_SIZE:,}")
     return value
 
 
@@ -272,6 +271,8 @@ def _read(config: Mapping[str, Any]) -> ModelDimensions:
 
 
 def _layer_types(text: Mapping[str, Any], layers: int) -> tuple[str, ...]:
+    if not 0 < layers <= _LARGEST_LAYERS:
+        raise _unsupported("num_hidden_layers", layers, f"from 1 to {_LARGEST_LAYERS:,}")
     if text.get("layer_types") is None:
         interval = _get(text, "full_attention_interval", int)
         if interval <= 0:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import nearest
-from engine.errors import CheckpointError, shown
+from engine.errors import CheckpointError, nearest, shown
 from engine.load.checkpoint import check_tensor, expected_tensors, open_shard, read_json
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import LowRank
+from engine.load.tensors import LowRank
+from ops.sizes import COLUMN_UNIT
 
 SETTINGS = "adapter_config.json"
 VALUES = "adapter_model.safetensors"
@@ -30,8 +30,6 @@ _WITHOUT_EFFECT = {
     "peft_version", "qalora_group_size", "revision", "runtime_config", "task_type",
 }  # fmt: skip
 """Settings that do not change what a trained adapter computes."""
-_UNIT = 16
-"""Widths of products are multiples of this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +61,10 @@ class Adapter:
         self._rows = {name.removesuffix(".weight"): t.shape[0] for name, t in expected_tensors(dimensions).items()}
         self._file = file
         self._places = places  # module -> its name in the file
+
+    def close(self) -> None:
+        """Nothing can be read after."""
+        self._file.__exit__(None, None, None)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -102,7 +104,7 @@ class Adapter:
         if not adapted:
             return None
         rank = self.settings.rank
-        padded = -(-len(adapted) * rank // _UNIT) * _UNIT
+        padded = -(-len(adapted) * rank // COLUMN_UNIT) * COLUMN_UNIT
         down, up = weight.new_zeros(padded, weight.shape[1]), weight.new_zeros(weight.shape[0], padded)
         row = column = 0
         for module in modules:
@@ -182,7 +184,7 @@ def read_settings(folder: Path) -> LoraSettings:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= 256:
         raise refuse("r", "a whole number from 1 to 256")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < 1e300:
         raise refuse("lora_alpha", "a positive number")
     if config.get("bias", "none") != "none":
         raise refuse("bias", "'none'")
@@ -200,7 +202,7 @@ def read_settings(folder: Path) -> LoraSettings:
     )
     try:
         settings.covers("")
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: target_modules and exclude_modules: no pattern: {error}") from None
     return settings
 

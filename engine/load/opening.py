@@ -1,17 +1,18 @@
-"""What the options of an engine name, opened and checked whole before a weight is on a device."""
+"""What the options of an engine name: told once by `describe`, opened and checked whole by `open_model`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.config import RANDOM, EngineConfig
+from engine.config import RANDOM, EngineConfig, cache_folder
 from engine.errors import CheckpointError, ConfigError
-from engine.load.checkpoint import Checkpoint, RandomWeights, open_checkpoint
+from engine.load.checkpoint import Checkpoint, RandomWeights, open_checkpoint, read_dimensions
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.lora import Adapter, open_adapter
 from engine.load.package import (
@@ -24,15 +25,19 @@ from engine.load.package import (
     check_cua,
     check_open_jev,
     check_rank,
+    check_trained,
     folder_sha256,
     kind_of,
     read_export,
+    read_model_id,
     read_package,
     weights_folder,
 )
-from engine.load.tiny import tiny_checkpoint
-from engine.wire.answers import Head
-from engine.wire.letters import LettersHead, letter_ids, read_system_message
+from engine.load.tiny import tiny_checkpoint, tiny_config, tiny_tokenizer
+from engine.wire.answers import Head, Provenance
+from engine.wire.letters import Letters, LettersHead, letter_ids, read_system_message
+from engine.wire.open_jev import OpenJev
+from engine.wire.processor import Processor, check_vocabulary
 from engine.wire.tokens import Tokens
 
 _NAMES = {
@@ -51,115 +56,202 @@ _HEADS: dict[Kind, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a folder is and how it is asked, from names and JSON alone. `describe` makes one."""
+
+    config: EngineConfig
+    kind: Kind
+    """Weights made from a seed count as a plain base."""
+    weights: str | None
+    """Folder with config.json, base weights and tokenizer; None for weights made from the seed."""
+    dimensions: ModelDimensions
+    head: str
+    """Never `auto`."""
+    names: tuple[str, ...]
+    """The id that a response carries, then aliases that a request may use."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Folder of the tokenizer; None for that of `tiny`."""
+        return self.config.tokenizer or self.weights
+
+    def processor(self, opened: Opened | None = None) -> Processor:
+        """With the head of what was opened; without one it parses and makes prompts only.
+
+        Raises CheckpointError for a tokenizer or a head that cannot serve, ConfigError for a wrong system message.
+        """
+        config, vocab_size = self.config, self.dimensions.vocab_size
+        control = config.tokens.control
+        tokens = (
+            Tokens(tiny_tokenizer().to_str(), control)
+            if self.tokenizer is None
+            else Tokens.load(self.tokenizer, control)
+        )
+        if self.head == "letters":
+            return Letters(
+                tokens=tokens,
+                names=self.names,
+                max_length=config.max_length,
+                vocab_size=vocab_size,
+                system_message=read_system_message(config.letters.system_message, check=config.check_ids),
+                head=None if opened is None else opened.letters_head(tokens, check=self.published_cua),
+            )
+        return OpenJev(
+            tokens=tokens,
+            names=self.names,
+            max_length=config.max_length,
+            vocab_size=vocab_size,
+            head=None if opened is None else opened.scalar_head(tokens),
+        )
+
+    @property
+    def published_cua(self) -> bool:
+        return self.kind == "adapter" and self.config.check_ids
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """What heads are made of."""
+
+    source: Checkpoint | RandomWeights
+    dtype: torch.dtype
+    decision: DecisionModel | None
+    """Of a package or an export."""
+
+    def scalar_head(self, tokens: Tokens) -> Head:
+        """The trained one, else Yes minus No."""
+        if self.decision is not None:
+            return self.decision.head
+        yes, no = self._rows([tokens.single_id("Yes"), tokens.single_id("No")])
+        return Head((yes - no).numpy(), 0.0, 1.0, "pretrained_yes_minus_no_no_training")
+
+    def letters_head(self, tokens: Tokens, *, check: bool) -> LettersHead:
+        """`check` asks for the published ids of letters."""
+        rows = self._rows(letter_ids(tokens, check=check))
+        return LettersHead(rows=rows.to(self.dtype).float().numpy(), dtype=self.dtype)
+
+    def _rows(self, ids: Sequence[int]) -> Tensor:
+        """Rows [ids, hidden] of the language-model head, float32 on the CPU."""
+        check_vocabulary(max(ids), self.source.dimensions.vocab_size)
+        return self.source.head_rows(ids).to("cpu", torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpenModel:
-    """Everything an engine is made of but the weights on its device."""
+    """Everything an engine is made of but the weights on its device. `tensor` and `beside` read open files."""
 
     tensor: Callable[[str], Tensor]
     """Weights by text-model name, with the adapter where it is merged."""
     beside: Adapter | None
     """The adapter where it is not."""
     dimensions: ModelDimensions
-    tokens: Tokens
-    head: Head | LettersHead
-    names: tuple[str, ...]
-    """The id that a response carries, then aliases that a request may use."""
-    base_revision: str | None = None
-    checkpoint_sha256: str | None = None
-    lora: str | None = None
-    """How the adapter is applied; None without one."""
+    processor: Processor
+    provenance: Provenance
 
 
-def open_model(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> OpenModel:
-    """Open what `config`, which must be resolved, names; no base weight is read but the head's rows.
+def describe(config: EngineConfig) -> Description:
+    """Tell what `config`, which must be resolved, names; neither a weight nor a tokenizer is read.
 
     Raises ConfigError for options that contradict the folder and CheckpointError for the folder's faults.
     """
-    source, tokenizer = _open_weights(config, dtype, device)
-    dimensions, kind = source.dimensions, checkpoint_kind(config)
-    wanted = head_of(config, kind)
-    adapter = _open_adapter(config, kind, dimensions)
-    tokens = Tokens.load(tokenizer, control=config.tokens.control)  # type: ignore[arg-type]
-    names = model_names(config, kind)
-    head: Head | LettersHead
-    base_revision: str | None
-    if wanted == "scalar":
-        found = open_decision_model(config, dimensions, adapter)
-        head, base_revision = found.head, found.base_revision
-        names = tuple(dict.fromkeys((found.model_id, *names)))
+    kind: Kind = "base"
+    weights: str | None = None
+    said: tuple[str, ...] = ()
+    dimensions = DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
+    if config.checkpoint is not None and config.checkpoint != RANDOM:
+        kind = kind_of(config.checkpoint)
+        if kind != "base" or config.head == "auto":
+            check_trained(config.checkpoint, kind)
+        weights = weights_folder(config.checkpoint, kind, config.base)
+        dimensions = read_dimensions(weights)
+        check_dimensions(dimensions, config.model, weights)
+        said = (read_model_id(config.checkpoint, kind),) if kind in ("package", "export") else ()
+    possible = _HEADS[kind]
+    if config.head != "auto" and config.head not in possible:
+        raise ConfigError(f"head={config.head}: a checkpoint of kind {kind} serves {' or '.join(possible)}")
+    if kind == "adapter":
+        revision = CUA_REVISION if config.check_ids else "unchecked"
+        names: tuple[str, ...] = (f"cua-ai/{CUA_NAME}@{revision}:text", CUA_NAME)
     else:
-        published = kind == "adapter" and config.check_ids
-        head = _untrained_head(wanted, config, source, tokens, dtype, check=published)
-        base_revision = CUA_BASE_REVISION if published else None
-    tensor: Callable[[str], Tensor] = source.tensor
-    beside = adapter
-    if adapter is not None and config.lora == "merged":
-        tensor, beside = adapter.merged(source.tensor, device), None
-    return OpenModel(
-        tensor=tensor,
-        beside=beside,
+        names = tuple(dict.fromkeys((*said, *_NAMES[config.model])))
+    return Description(
+        config=config,
+        kind=kind,
+        weights=weights,
         dimensions=dimensions,
-        tokens=tokens,
-        head=head,
+        head=possible[0] if config.head == "auto" else config.head,
         names=names,
-        base_revision=base_revision,
-        checkpoint_sha256=None if adapter is None else folder_sha256(config.checkpoint or ""),
-        lora=None if adapter is None else config.lora,
     )
 
 
-def _open_adapter(config: EngineConfig, kind: Kind, dimensions: ModelDimensions) -> Adapter | None:
-    if kind in ("base", "export"):
+@contextmanager
+def open_model(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> Iterator[OpenModel]:
+    """Open what `config`, which must be resolved, names; no base weight is read but the head's rows.
+
+    Files are closed at the end of the block. Raises what `describe` does.
+    """
+    named = describe(config)
+    with ExitStack() as files:
+        source = _open_weights(named, dtype, device, files)
+        adapter = _open_adapter(named, files)
+        decision = _open_decision_model(named, adapter) if named.head == "scalar" else None
+        tensor: Callable[[str], Tensor] = source.tensor
+        beside, lora = adapter, {} if adapter is None else {"lora": config.lora}
+        if adapter is not None and config.lora == "merged":
+            tensor, beside = adapter.merged(source.tensor, device), None
+        base_revision = CUA_BASE_REVISION if named.published_cua else None
+        weights = "random" if named.weights is None else "checkpoint"
+        yield OpenModel(
+            tensor=tensor,
+            beside=beside,
+            dimensions=named.dimensions,
+            processor=named.processor(Opened(source=source, dtype=dtype, decision=decision)),
+            provenance=Provenance(
+                model=named.names[0],
+                base_revision=base_revision if decision is None else decision.base_revision,
+                max_length=config.max_length,
+                backbone_parameter_dtypes=[str(dtype), "torch.float32"],
+                checkpoint_sha256=None if adapter is None else folder_sha256(config.checkpoint or ""),
+                extra={"weights": weights, "device": config.device, **lora},
+            ),
+        )
+
+
+def _open_weights(
+    named: Description, dtype: torch.dtype, device: torch.device, files: ExitStack
+) -> Checkpoint | RandomWeights:
+    config, folder = named.config, named.weights
+    if folder is None and config.model != "tiny":
+        return RandomWeights(named.dimensions, seed=config.seed, dtype=dtype, device=device)
+    if folder is None:
+        folder = str(tiny_checkpoint(cache_folder(config), seed=config.seed))
+    return files.enter_context(open_checkpoint(folder))
+
+
+def _open_adapter(named: Description, files: ExitStack) -> Adapter | None:
+    config, folder = named.config, Path(named.config.checkpoint or "")
+    if named.kind in ("base", "export"):
         if config.lora != "merged":
             raise ConfigError(f"lora={config.lora}: no adapter lies beside these weights; leave lora= out")
         return None
-    folder = Path(config.checkpoint or "")
-    adapter = open_adapter(folder if kind == "adapter" else folder / ADAPTER, dimensions)
-    if kind == "adapter" and config.check_ids:
+    adapter = open_adapter(folder if named.kind == "adapter" else folder / ADAPTER, named.dimensions)
+    files.callback(adapter.close)
+    if named.published_cua:
         check_cua(adapter, config.model)
     return adapter
 
 
-def open_decision_model(config: EngineConfig, dimensions: ModelDimensions, adapter: Adapter | None) -> DecisionModel:
-    """Ids, head and temperature of a package, or without an adapter of an export, checked as `config` asks."""
-    folder = config.checkpoint or ""
+def _open_decision_model(named: Description, adapter: Adapter | None) -> DecisionModel:
+    """Ids, head and temperature of a package, or without an adapter of an export, checked as the options ask."""
+    folder, hidden = named.config.checkpoint or "", named.dimensions.hidden_size
     if adapter is None:
-        found = read_export(folder, dimensions.hidden_size)
+        found = read_export(folder, hidden)
     else:
-        found = read_package(folder, dimensions.hidden_size)
+        found = read_package(folder, hidden)
         check_rank(found, adapter)
-    if config.check_ids:
-        check_open_jev(found, config.model)
+    if named.config.check_ids:
+        check_open_jev(found, named.config.model)
     return found
-
-
-def checkpoint_kind(config: EngineConfig) -> Kind:
-    """What `checkpoint` names. Weights made from a seed count as a plain base."""
-    return "base" if config.checkpoint in (None, RANDOM) else kind_of(config.checkpoint or "")
-
-
-def head_of(config: EngineConfig, kind: Kind) -> str:
-    """The head that `head` asks for. Raises ConfigError when the checkpoint cannot serve it."""
-    possible = _HEADS[kind]
-    if config.head != "auto" and config.head not in possible:
-        raise ConfigError(f"head={config.head}: a checkpoint of kind {kind} serves {' or '.join(possible)}")
-    return possible[0] if config.head == "auto" else config.head
-
-
-def model_names(config: EngineConfig, kind: Kind) -> tuple[str, ...]:
-    """The id that a response carries, then aliases that a request may use."""
-    if kind == "adapter":
-        revision = CUA_REVISION if config.check_ids else "unchecked"
-        return (f"cua-ai/{CUA_NAME}@{revision}:text", CUA_NAME)
-    return _NAMES[config.model]
-
-
-def check_vocabulary(largest: int, dimensions: ModelDimensions) -> None:
-    """Raise ConfigError when the tokenizer gives ids that the model does not have."""
-    if largest >= dimensions.vocab_size:
-        raise ConfigError(
-            f"the tokenizer gave id {largest}, the model knows {dimensions.vocab_size} ids; "
-            "give the tokenizer= that belongs to this model"
-        )
 
 
 def check_dimensions(found: ModelDimensions, model: str, folder: str) -> None:
@@ -169,45 +261,3 @@ def check_dimensions(found: ModelDimensions, model: str, folder: str) -> None:
         ours, theirs = getattr(expected, field.name), getattr(found, field.name)
         if ours != theirs:
             raise CheckpointError(f"{folder}/config.json: {field.name} is {theirs}, model={model} has {ours}")
-
-
-def _open_weights(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[Checkpoint | RandomWeights, str]:
-    """Where tensors come from, and the folder of the tokenizer."""
-    assert config.cache_dir is not None
-    if config.checkpoint == RANDOM and config.model != "tiny":
-        folder = config.tokenizer or str(tiny_checkpoint(config.cache_dir))
-        return RandomWeights(DIMENSIONS[config.model], seed=config.seed, dtype=dtype, device=device), folder
-    if config.checkpoint in (None, RANDOM):
-        folder = str(tiny_checkpoint(config.cache_dir, seed=config.seed))
-    else:
-        assert config.checkpoint is not None
-        folder = weights_folder(config.checkpoint, config.base)
-    source = open_checkpoint(folder)
-    check_dimensions(source.dimensions, config.model, folder)
-    return source, config.tokenizer or folder
-
-
-def _untrained_head(
-    wanted: str,
-    config: EngineConfig,
-    source: Checkpoint | RandomWeights,
-    tokens: Tokens,
-    dtype: torch.dtype,
-    *,
-    check: bool,
-) -> Head | LettersHead:
-    """A head made of rows of the language-model head; `check` asks for the published ids of letters."""
-    if wanted == "letters":
-        message = read_system_message(config.letters.system_message, check=config.check_ids)
-        rows = _rows(source, letter_ids(tokens, check=check))
-        return LettersHead(rows=rows.to(dtype).float().numpy(), dtype=dtype, system_message=message)
-    yes, no = _rows(source, [tokens.single_id("Yes"), tokens.single_id("No")])
-    return Head((yes - no).numpy(), 0.0, 1.0, "pretrained_yes_minus_no_no_training")
-
-
-def _rows(source: Checkpoint | RandomWeights, ids: Sequence[int]) -> Tensor:
-    """Rows [ids, hidden] of the language-model head, float32 on the CPU."""
-    check_vocabulary(max(ids), source.dimensions)
-    return source.head_rows(ids).to("cpu", torch.float32)

@@ -32,6 +32,12 @@ EXPORT = "open_jev_export.json"
 MODEL, TEMPERATURE, HEAD, ADAPTER = "model.json", "temperature.json", "head.pt", "adapter"
 PACKAGE_FILES = (MODEL, TEMPERATURE, HEAD, f"{ADAPTER}/{SETTINGS}", f"{ADAPTER}/{VALUES}")
 
+_OTHER_FAMILIES = (
+    "judge_config.json", "decision_config.json", "decision.json", "decision_head.json", "calibration.json",
+    "head.safetensors", "readout.safetensors", "adapter_vllm",
+)  # fmt: skip
+"""Files of decision models that are not among the kinds above."""
+
 CHAT_PREFIX = "<|im_start|>user\n"
 CHAT_SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """Around every prompt, as `engine.wire.prompts` writes it."""
@@ -89,8 +95,16 @@ class DecisionModel:
 
 
 def kind_of(folder: str | Path) -> Kind:
-    """By content. Raises CheckpointError for the repository around a package, with the folder that is meant."""
+    """By content. Raises CheckpointError for the repository around a package, with the folder that is meant, and for a
+    folder that cannot be read."""
     folder = Path(folder).expanduser()
+    try:
+        return _kind_of(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror}") from None
+
+
+def _kind_of(folder: Path) -> Kind:
     if (folder / EXPORT).exists():
         return "export"
     if (folder / SETTINGS).exists() or (folder / VALUES).exists():
@@ -105,21 +119,38 @@ def kind_of(folder: str | Path) -> Kind:
     return "base"
 
 
-def weights_folder(checkpoint: str, base: str | None) -> str:
+def check_trained(folder: str | Path, kind: Kind) -> None:
+    """Raise CheckpointError for files of a trained head or adapter that a checkpoint of this kind would ignore."""
+    names = (*_OTHER_FAMILIES, *((MODEL, TEMPERATURE, HEAD, ADAPTER) if kind == "base" else ()))
+    found = [name for name in names if (Path(folder).expanduser() / name).exists()]
+    if found:
+        remedy = "; head=yes_minus_no asks its base weights without training, for other answers"
+        raise CheckpointError(
+            f"{folder}: {', '.join(found)} belong to a decision model of a kind that is not supported yet"
+            + (remedy if kind == "base" else "; move them away if they are not meant")
+        )
+
+
+def weights_folder(checkpoint: str, kind: Kind, base: str | None) -> str:
     """The folder with config.json, base weights and tokenizer.
 
     Raises ConfigError when `base` is missing for a folder without weights, or given for one that has them.
     """
-    kind = kind_of(checkpoint)
     if kind in ("base", "export"):
         if base is not None:
             raise ConfigError(f"base={base}: {checkpoint} holds its own weights; leave base= out")
         return checkpoint
     if base is None:
         raise ConfigError(f"checkpoint={checkpoint} holds no base weights; give their folder with base=FOLDER")
-    if kind_of(base) != "base":
-        raise ConfigError(f"base={base} is no plain Hugging Face folder but holds an {kind_of(base)} itself")
+    if (found := kind_of(base)) != "base":
+        raise ConfigError(f"base={base} is no plain Hugging Face folder but holds an {found} itself")
     return base
+
+
+def read_model_id(folder: str | Path, kind: Literal["package", "export"]) -> str:
+    """The model that a package or an export was trained as. Raises CheckpointError naming file and key."""
+    file = Path(folder).expanduser() / (MODEL if kind == "package" else EXPORT)
+    return _get(file, read_json(file), "model_id", str)
 
 
 def read_package(folder: str | Path, hidden_size: int) -> DecisionModel:
@@ -155,7 +186,7 @@ def read_export(folder: str | Path, hidden_size: int) -> DecisionModel:
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         raise CheckpointError(f"{file}: head_weight must be a list of numbers")
     with np.errstate(over="ignore"):  # an infinite weight is refused below
-        weight = np.array(values, np.float64).astype(np.float32)
+        weight = np.array([_float(value) for value in values], np.float64).astype(np.float32)
     bias, temperature = _get(file, said, "head_bias", float), _get(file, said, "temperature", float)
     return DecisionModel(
         file=file,
@@ -177,6 +208,8 @@ def read_head(path: Path, hidden_size: int) -> tuple[NDArray[np.float32], float]
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: damaged, or holds more than tensors, which could run code and is not read"
@@ -242,14 +275,20 @@ def check_cua(adapter: Adapter, model: str) -> None:
 
 
 def folder_sha256(folder: str | Path) -> str:
-    """Over every file in order of its path: the relative path, a zero byte, the content."""
+    """Over every file in order of its path: the relative path, a zero byte, the content.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
     folder = Path(folder).expanduser()
     digest = hashlib.sha256()
     for path in files_of(folder):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()
 
 
@@ -280,7 +319,15 @@ def _get(file: Path, said: dict[str, Any], key: str, kind: type[Value]) -> Value
         raise CheckpointError(f"{file}: {key} is missing")
     value = said[key]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        value = _float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise CheckpointError(f"{file}: {key}={shown(value)} must be of type {kind.__name__}")
     return value
+
+
+def _float(value: float) -> float:
+    """Infinite where the file spells out an integer that no float holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

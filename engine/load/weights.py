@@ -7,20 +7,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.load.dimensions import FULL, ModelDimensions
+from engine.load.dimensions import ModelDimensions
 from engine.load.lora import Adapter
-from engine.load.projections import layer_projections
-from engine.run.model import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
-from ops.checks import ALIGNMENT
+from engine.load.projections import FULL, layer_projections
+from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
 
-Source = Callable[[str], Tensor]
+TensorOf = Callable[[str], Tensor]
 """A tensor by its text-model name without prefix, for instance ``layers.3.self_attn.q_proj.weight``."""
 Progress = Callable[[int, int], None]
 """Layers done, layers in all."""
 
 
 def load_weights(
-    source: Source,
+    source: TensorOf,
     dimensions: ModelDimensions,
     *,
     dtype: torch.dtype,
@@ -29,7 +28,7 @@ def load_weights(
     progress: Progress | None = None,
     adapter: Adapter | None = None,
 ) -> Weights:
-    """Fused weights on `device`, layer by layer; what is read goes straight to its place there.
+    """Fused weights on `device`, layer by layer; what is read is copied straight to its place there.
 
     Matrices and norm weights take `dtype`; `A_log` and the gated norm's weight are float32 whatever the file holds,
     which keeps a float32 file bit for bit. `positions` is the length of the rotary table. An `adapter` given here
@@ -37,8 +36,9 @@ def load_weights(
     """
 
     def one(name: str, as_dtype: torch.dtype = dtype) -> Tensor:
-        tensor = source(name).to(device=device, dtype=as_dtype).contiguous()
-        return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()  # files align to 8 bytes
+        """A copy, aligned as allocations are: what a file maps changes with the file, and is aligned to 8 bytes."""
+        read = source(name)
+        return torch.empty(read.shape, dtype=as_dtype, device=device).copy_(read)
 
     def fused(rows: int, columns: int, modules: Sequence[str]) -> Tensor:
         """Their weights one below the other, zeros below them."""
@@ -52,6 +52,7 @@ def load_weights(
         whole[done:].zero_()
         return whole
 
+    embedding = one("embed_tokens.weight")  # the largest, read while there is room for two of it
     layers: list[GdnWeights | AttentionWeights] = []
     for n, kind in enumerate(dimensions.layer_types):
         p = f"layers.{n}."
@@ -103,7 +104,7 @@ def load_weights(
         if progress is not None:
             progress(n + 1, len(dimensions.layer_types))
     return Weights(
-        embedding=one("embed_tokens.weight"),
+        embedding=embedding,
         layers=tuple(layers),
         norm_h=one("norm.weight"),
         rope=rope_table(dimensions, positions, dtype=dtype, device=device),

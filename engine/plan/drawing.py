@@ -11,12 +11,17 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from engine.errors import shown
+from engine.config import SPLITS, EngineConfig, dtype_bytes
+from engine.errors import CapacityError, shown
 from engine.load.dimensions import ModelDimensions
-from engine.plan.layout import Layout, Segment
+from engine.plan.layout import Layout, Segment, build_layout
 from engine.plan.memory import scratch_bytes
+from engine.plan.schedule import Limits, plan_passes
+from engine.prompt import Prompt
 from graphs.rungs import rung
-from ops.tables import CHUNK, MAX_ROWS
+from graphs.times import PassTimes, measured
+from ops.sizes import crosses_border
+from ops.tables import MAX_ROWS
 
 _UNFOLDED = 6  # a longer list shows its first entries, how many are left out, and its last
 _HEAD = 3
@@ -38,7 +43,7 @@ class LayoutFigures:
     """What one layout runs, and what the schedules `levels` and `tree` hold for it.
 
     Question snapshots are counted as if all were alive at once. Scratch is that of the largest pass at its rung; None
-    where the tree exceeds the rows of one pass.
+    where the tree exceeds the rows of one pass. `milliseconds` are those of its passes on the GPUs that were measured.
     """
 
     rows: int
@@ -49,6 +54,7 @@ class LayoutFigures:
     levels_scratch_bytes: int
     tree_state_bytes: int
     tree_scratch_bytes: int | None
+    milliseconds: Mapping[str, float]
     questions: tuple[QuestionFigures, ...]
 
 
@@ -107,9 +113,28 @@ class ExplainReport:
                 readable(figures.tree_state_bytes),
                 "too large" if tree is None else readable(tree),
             )
-        table.caption = f"weights {readable(self.weight_bytes)}"
+        first = next(iter(self.layouts.values()))
+        times = [f"about {ms:,.0f} ms on one {gpu}" for gpu, ms in first.milliseconds.items()]
+        table.caption = "; ".join([f"weights {readable(self.weight_bytes)}", *times])
         table.caption_justify = "left"
         return table
+
+
+def explain_prompts(
+    questions: Sequence[Sequence[Prompt]],
+    config: EngineConfig,
+    dimensions: ModelDimensions,
+    names: Sequence[str],
+) -> ExplainReport:
+    """What a request of these candidates would run under each split, that of `config`, which is resolved, first."""
+    splits = sorted(SPLITS, key=lambda split: split != config.split)
+    return explain_report(
+        {split: build_layout(questions, split) for split in splits},
+        dimensions,
+        dtype_bytes(config.dtype),
+        question_names=names,
+        times=measured(config.model) if config.dtype == "bfloat16" else (),
+    )
 
 
 def explain_report(
@@ -118,6 +143,7 @@ def explain_report(
     dtype_bytes: int,
     *,
     question_names: Sequence[str] | None = None,
+    times: Sequence[PassTimes] = (),
 ) -> ExplainReport:
     """Figures of one request under the layouts given by name, at least one; the first is the one that is drawn.
 
@@ -130,7 +156,7 @@ def explain_report(
         candidates=first.num_prompts,
         full_rows=first.full_rows,
         weight_bytes=dimensions.weight_bytes(dtype_bytes).total,
-        layouts={name: _figures(layout, dimensions, dtype_bytes, names) for name, layout in layouts.items()},
+        layouts={name: _figures(layout, dimensions, dtype_bytes, names, times) for name, layout in layouts.items()},
     )
 
 
@@ -146,7 +172,13 @@ def readable(size: int) -> str:
     return f"{value / 1024:,.2f} GiB"
 
 
-def _figures(layout: Layout, dimensions: ModelDimensions, dtype_bytes: int, names: Sequence[str]) -> LayoutFigures:
+def _figures(
+    layout: Layout,
+    dimensions: ModelDimensions,
+    dtype_bytes: int,
+    names: Sequence[str],
+    times: Sequence[PassTimes],
+) -> LayoutFigures:
     sizes = dimensions.snapshot_bytes(dtype_bytes)
     levels = {kind: [s for s in layout.segments if s.kind == kind] for kind in ("request", "question", "branch")}
     rows_of_level = {kind: sum(s.length for s in segments) for kind, segments in levels.items()}
@@ -157,7 +189,7 @@ def _figures(layout: Layout, dimensions: ModelDimensions, dtype_bytes: int, name
 
     def states(prefixes: Sequence[Segment]) -> int:
         """A prefix that crosses no chunk border goes on with its parent's state."""
-        return sum(s.end // CHUNK > s.start // CHUNK for s in prefixes)
+        return sum(crosses_border(s.start, s.end) for s in prefixes)
 
     def snapshots(prefixes: Sequence[Segment]) -> int:
         return sizes.buffers(kv_rows=sum(s.length for s in prefixes), slots=len(prefixes), states=states(prefixes))
@@ -174,6 +206,7 @@ def _figures(layout: Layout, dimensions: ModelDimensions, dtype_bytes: int, name
         levels_scratch_bytes=scratch(min(max(rows_of_level.values()), MAX_ROWS)),  # a larger level runs in several
         tree_state_bytes=states([*levels["request"], *levels["question"]]) * sizes.state,
         tree_scratch_bytes=scratch(layout.unique_rows) if layout.unique_rows <= MAX_ROWS else None,
+        milliseconds={one.gpu: sum(map(one.ms, _pass_rows(layout))) for one in times},
         questions=tuple(
             QuestionFigures(
                 name=names[question],
@@ -183,6 +216,15 @@ def _figures(layout: Layout, dimensions: ModelDimensions, dtype_bytes: int, name
             for question, tokens in branch_tokens.items()
         ),
     )
+
+
+def _pass_rows(layout: Layout) -> list[int]:
+    """Rows of the passes that run: the tree where it fits, else levels."""
+    try:
+        plan = plan_passes(layout, schedule="tree", pack="all", limits=Limits())
+    except CapacityError:
+        plan = plan_passes(layout, schedule="levels", pack="all", limits=Limits())
+    return [rung(one.rows) for one in plan.passes]
 
 
 def _add_question(tree: Tree, question: QuestionFigures) -> None:

@@ -12,9 +12,7 @@ from typing import Literal, get_args
 
 from engine.errors import ConfigError, RequestError
 from engine.prompt import Prompt, TokenIds
-
-ALIGNMENT = 64
-"""Where the `aligned` split may end a prefix: multiples of the delta rule's chunk."""
+from ops.sizes import CHUNK
 
 Split = Literal["exact", "aligned"]
 Kind = Literal["request", "question", "branch"]
@@ -137,7 +135,8 @@ def _common_prefix(prompts: Sequence[Prompt]) -> int:
 
 
 def _border(position: int) -> int:
-    return position - position % ALIGNMENT
+    """Where the `aligned` split may end a prefix."""
+    return position - position % CHUNK
 
 
 def _assemble(questions: Sequence[Sequence[Prompt]], split: Split, shared: int, ends: Sequence[int]) -> Layout:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 
 from engine.load.dimensions import ModelDimensions
 from engine.plan.schedule import BufferSizes
-from ops.tables import CHUNK, chunk_capacity
+from ops.sizes import CHUNK
+from ops.tables import chunk_capacity
 
 WORKSPACE_BYTES = 96 * 2**20
 """Beside the tensors: 32 MiB of workspace for our own products (`ops.blas`), as much for torch's, and what the
@@ -16,7 +17,8 @@ allocator rounds up."""
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """Bytes by purpose. `pass_scratch` is the largest set of activations alive at once in one pass, `results` the final
-    hidden states of all reads, `graphs` what captured graphs take, their pool of activations included."""
+    hidden states of all reads, `graphs` what captured graphs take, their pool of activations included, `others` what
+    other engines on the device hold."""
 
     weights: int
     snapshots: int
@@ -24,6 +26,7 @@ class MemoryPlan:
     results: int
     graphs: int
     workspace: int = WORKSPACE_BYTES
+    others: int = 0
 
     @property
     def total(self) -> int:
@@ -31,7 +34,7 @@ class MemoryPlan:
 
     @property
     def above_weights(self) -> int:
-        return self.total - self.weights
+        return self.total - self.weights - self.others
 
     def __str__(self) -> str:
         parts = ", ".join(f"{f.name.replace('_', ' ')} {getattr(self, f.name) / 2**30:.2f}" for f in fields(self))
@@ -47,6 +50,7 @@ def plan_memory(
     buffers: BufferSizes,
     graphs_bytes: int = 0,
     pool_rows: int = 0,
+    others: int = 0,
 ) -> MemoryPlan:
     """For `reads` hidden states from passes of up to `rows` rows (a rung) over snapshot buffers of these sizes.
 
@@ -61,6 +65,7 @@ def plan_memory(
         pass_scratch=scratch_bytes(dimensions, rows, dtype_bytes),
         results=reads * dimensions.hidden_size * dtype_bytes,
         graphs=graphs_bytes + pool,
+        others=others,
     )
 
 

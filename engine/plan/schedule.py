@@ -12,7 +12,8 @@ from functools import cached_property
 
 from engine.errors import CapacityError
 from engine.plan.layout import Layout, Segment
-from ops.tables import CHUNK, MAX_CHUNKS, MAX_READS, MAX_ROWS, MAX_SEGMENTS, SegmentEntry, Source
+from ops.sizes import crosses_border, num_chunks
+from ops.tables import MAX_CHUNKS, MAX_READS, MAX_ROWS, MAX_SEGMENTS, SegmentEntry, Source
 
 Read = tuple[int, int]  # (segment of the layout, row of that segment)
 
@@ -165,7 +166,7 @@ class _Planner:
         A prefix that crosses no chunk border has its parent's state and owns no state slot.
         """
         end = segment.start + len(segment.token_ids)
-        crosses = end // CHUNK > segment.start // CHUNK
+        crosses = crosses_border(segment.start, end)
         source = Source.snapshot(first=segment.start, length=end, slot=slot, kv=kv_row - segment.start)
         entry = SegmentEntry(
             start=segment.start,
@@ -278,8 +279,7 @@ def _plan_tree(planner: _Planner) -> None:
     states: dict[int | None, int] = {None: -1}
     owns: dict[int, int] = {}
     for s, segment in enumerate(segments):
-        end = segment.start + len(segment.token_ids)
-        if s in parents and end // CHUNK > segment.start // CHUNK:
+        if s in parents and crosses_border(segment.start, segment.end):
             owns[s] = len(owns)
             states[s] = owns[s]
         else:
@@ -288,7 +288,7 @@ def _plan_tree(planner: _Planner) -> None:
     needed = {
         "rows": (sum(len(s.token_ids) for s in segments), limits.rows),
         "segments": (len(segments), limits.segments),
-        "chunks": (sum((s.end - 1) // CHUNK - s.start // CHUNK + 1 for s in segments), limits.chunks),
+        "chunks": (sum(num_chunks(s.start, s.end) for s in segments), limits.chunks),
         "reads": (len(planner.places), limits.reads),
         "states": (len(owns), 1 + limits.question_snapshots),
     }

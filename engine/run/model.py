@@ -1,4 +1,4 @@
-"""The Qwen3.5 text backbone as plain modules over `ops`; any dimensions.
+"""The Qwen3.5 text backbone in plain classes over `ops`; any dimensions.
 
 Every arithmetic step is an operator of `ops`, so a row's bits are decided there and nowhere else. Formulas:
 transformers `models/qwen3_5`. Fused products per layer: mixer input, mixer output, gate and up, down.
@@ -7,12 +7,13 @@ transformers `models/qwen3_5`. Fused products per layer: mixer input, mixer outp
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.load.dimensions import ModelDimensions
+from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights
 from engine.run.snapshot import AttentionBuffers, GdnBuffers, LayerBuffers
 from graphs.regions import Region, compiled, dynamic_rows
 from ops.add_rms_norm import add_rms_norm
@@ -29,71 +30,7 @@ from ops.take_rows import take_rows
 Linear = Callable[[Tensor, Tensor], Tensor]
 """The GEMM handle: rows [R, K] and a weight [N, K] to [R, N]."""
 
-# Shapes: R packed rows, N read rows, h hidden, i intermediate, C convolved channels, P columns of the fused product.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowRank:
-    """A LoRA kept beside the weight [N, K] that it changes. `rank` is a multiple of 16."""
-
-    down: Tensor  # [rank, K]
-    up: Tensor  # [N, rank], scale included
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpWeights:
-    norm_h: Tensor
-    gate_up: Tensor  # [2 i, h]
-    down: Tensor  # [h, i]
-    gate_up_lora: LowRank | None = None
-    down_lora: LowRank | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class GdnWeights:
-    norm_h: Tensor
-    in_proj: Tensor  # [P, h]: q, k, v, z, b, a, zero rows up to a multiple of 16
-    conv: Tensor  # [C, 4]
-    a_log: Tensor  # [Hv] float32
-    dt_bias: Tensor  # [Hv]
-    out_norm: Tensor  # [dv] float32
-    out_proj: Tensor  # [h, Hv * dv]
-    mlp: MlpWeights
-    in_lora: LowRank | None = None
-    out_lora: LowRank | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionWeights:
-    norm_h: Tensor
-    in_proj: Tensor  # [2 H d + 2 Hkv d, h]: per head query and gate, then keys, then values
-    q_norm: Tensor
-    k_norm: Tensor
-    out_proj: Tensor  # [h, H d]
-    mlp: MlpWeights
-    in_lora: LowRank | None = None
-    out_lora: LowRank | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """All weights of the backbone on one device. `embedding` is [vocabulary, h], `rope` [positions, rotary dims]."""
-
-    embedding: Tensor
-    layers: tuple[GdnWeights | AttentionWeights, ...]
-    norm_h: Tensor
-    rope: Tensor
-
-
-def rope_table(dimensions: ModelDimensions, positions: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[positions, rotary dims]: cos then sin of position * theta^(-2i/rotary), float32 rounded once.
-
-    Text positions are equal in all three mrope sections, so plain rotary angles serve.
-    """
-    rotary = dimensions.rotary_dim
-    inverse = 1.0 / dimensions.rope_theta ** (torch.arange(0, rotary, 2, dtype=torch.int64).float() / rotary)
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
-    return torch.cat([angles.cos(), angles.sin()], dim=1).to(dtype).to(device)
+# Shapes: R packed rows, N read rows, h hidden, C convolved channels, P columns of the fused product.
 
 
 def _project(
@@ -118,28 +55,49 @@ def _picked(x_Rh: Tensor, tables: Tensor, reads_N: Tensor) -> Tensor:
     return picked_Nh
 
 
-class GdnLayer(nn.Module):
-    """Gated DeltaNet block. Takes the residual stream and the last block's output, returns the same two."""
+class _Layer:
+    """A mixer, then the MLP. No module of torch: tracing elsewhere in the process patches those."""
 
-    def __init__(self, weights: GdnWeights, dimensions: ModelDimensions, linear: Linear) -> None:
-        super().__init__()
-        self.w, self.linear = weights, linear
-        self.eps, self.z_offset = dimensions.rms_norm_eps, dimensions.conv_dim
+    w: GdnWeights | AttentionWeights
+    eps: float
+    linear: Linear
 
     def forward(
         self,
         x_Rh: Tensor,
         delta_Rh: Tensor,
         tables: Tensor,
-        buffers: GdnBuffers,
+        buffers: Any,
         last: bool = False,
         reads_N: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """In the last layer only the N rows that are read go on past the delta rule; without `reads_N`, none does."""
+        """Takes the residual stream and the last block's output, returns the same two. In the last layer only the N
+        rows that are read go on past what a snapshot holds; without `reads_N`, none does."""
         x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, reads_N)
         if last and reads_N is None:
             return x_Rh, mixed_Rh
         return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
+
+    def _mix(
+        self,
+        x_Rh: Tensor,
+        delta_Rh: Tensor,
+        tables: Tensor,
+        buffers: Any,
+        last: bool,
+        reads_N: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+class GdnLayer(_Layer):
+    """Gated DeltaNet block."""
+
+    w: GdnWeights
+
+    def __init__(self, weights: GdnWeights, dimensions: ModelDimensions, linear: Linear) -> None:
+        self.w, self.linear = weights, linear
+        self.eps, self.z_offset = dimensions.rms_norm_eps, dimensions.conv_dim
 
     def _mix(
         self,
@@ -166,29 +124,15 @@ class GdnLayer(nn.Module):
         return x_Rh, _project(gated_RV, w.out_proj, w.out_lora, self.linear)
 
 
-class AttentionLayer(nn.Module):
-    """Gated full attention block, same contract."""
+class AttentionLayer(_Layer):
+    """Gated full attention block. In the last layer all rows give keys and values."""
+
+    w: AttentionWeights
 
     def __init__(self, weights: AttentionWeights, dimensions: ModelDimensions, rope: Tensor, linear: Linear) -> None:
-        super().__init__()
         self.w, self.rope, self.linear = weights, rope, linear
         self.eps, self.head_dim = dimensions.rms_norm_eps, dimensions.head_dim
         self.q_columns = 2 * dimensions.num_attention_heads * dimensions.head_dim
-
-    def forward(
-        self,
-        x_Rh: Tensor,
-        delta_Rh: Tensor,
-        tables: Tensor,
-        buffers: AttentionBuffers,
-        last: bool = False,
-        reads_N: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """In the last layer all rows give keys and values, and only the N rows that are read go on."""
-        x_Rh, mixed_Rh = self._mix(x_Rh, delta_Rh, tables, buffers, last, reads_N)
-        if last and reads_N is None:
-            return x_Rh, mixed_Rh
-        return _mlp(x_Rh, mixed_Rh, self.w.mlp, self.eps, self.linear)
 
     def _mix(
         self,
@@ -222,29 +166,24 @@ class AttentionLayer(nn.Module):
         return x_Rh, _project(o, w.out_proj, w.out_lora, self.linear)
 
 
-class Backbone(nn.Module):
+class Backbone:
     """Tokens in (through the tables), final hidden states of the read rows out."""
 
     def __init__(
         self, weights: Weights, dimensions: ModelDimensions, linear: Linear, *, compile_layers: bool = False
     ) -> None:
-        super().__init__()
         self.weights, self.dimensions, self.compile_layers = weights, dimensions, compile_layers
-        self.layers = nn.ModuleList(
+        self.layers = [
             GdnLayer(w, dimensions, linear)
             if isinstance(w, GdnWeights)
             else AttentionLayer(w, dimensions, weights.rope, linear)
             for w in weights.layers
-        )
-        self._forwards: dict[type[nn.Module], Region] = {
-            GdnLayer: GdnLayer.forward,
-            AttentionLayer: AttentionLayer.forward,
-        }
+        ]
+        self._forwards: dict[type[_Layer], Region] = dict.fromkeys((GdnLayer, AttentionLayer), _Layer.forward)
         if compile_layers:
             key = (dimensions, weights.embedding.dtype, weights.embedding.device, linear)
-            self._forwards = {kind: compiled(kind.forward, key) for kind in self._forwards}
+            self._forwards = {kind: compiled(_Layer.forward, (kind, *key)) for kind in self._forwards}
 
-    @torch.no_grad()
     def forward(self, tables: Tensor, rows: int, reads: int, buffers: list[LayerBuffers]) -> Tensor:
         """One pass over `rows` packed rows (a rung); final-norm hidden states [reads, h] of the first `reads` reads."""
         x_Rh: Tensor = take_rows(self.weights.embedding, tables, ROW_TOKEN, rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.load.dimensions import ModelDimensions
 from engine.plan.schedule import BufferSizes
-from ops.tables import CHUNK, CONV_HISTORY
+from ops.sizes import CHUNK, CONV_HISTORY
 
 _SMALLEST = BufferSizes(kv_rows=2, slots=2, states=2)  # sizes the compiler does not take for constants
 _KV_STEP = 1_024  # K/V rows grow in steps, so that slightly longer requests do not reallocate

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import CheckpointError, ConfigError, InferenceError, RequestError
+from engine.prompt import Prompt
 from engine.wire.answers import Answer, ChoiceAnswer
+from engine.wire.processor import to_prompts
 from engine.wire.requests import Choice, Request, parse_request, read_body
-from engine.wire.tokens import Control, Ids, Piece, Tokens
+from engine.wire.tokens import Control, Piece, Tokens
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 LETTER_IDS = tuple(range(32, 58))
@@ -32,15 +34,58 @@ SYSTEM_SHA256 = "7916645b0ea961e496a7feb506714da296c28a665facc888391a1376c3f4713
 
 @dataclass(frozen=True, kw_only=True)
 class LettersHead:
-    """Rows of the language-model head for the letters, and the system message in front of every prompt."""
+    """Rows of the language-model head for the letters."""
 
     rows: NDArray[np.float32]
     """[26, hidden]"""
     dtype: torch.dtype
     """The model's; logits are rounded to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letters:
+    """The processor of Cua-S1 and of a plain model asked for a letter."""
+
+    tokens: Tokens
+    names: tuple[str, ...]
+    max_length: int
+    vocab_size: int
     system_message: str
+    """In front of every prompt."""
+    head: LettersHead | None = None
+    """None where nothing is answered."""
     method: ClassVar[str] = "letter_logits"
     temperature: ClassVar[float] = 1.0
+
+    def parse(self, source: Request | dict[str, Any] | str | bytes) -> Request:
+        return parse_letters(source, self.names)
+
+    def prompts(self, request: Request) -> list[list[Prompt]]:
+        check_letters(request)
+        questions = []
+        for id, question in request.questions.items():
+            assert isinstance(question, Choice)
+            ids = self.tokens.encode(prompt_piece(self.system_message, request.state, question))
+            if len(ids) > self.max_length:
+                text = f"Input length {len(ids)} exceeds max_length={self.max_length}; no silent truncation"
+                raise RequestError(text, field=f"questions.{id}", value=len(ids))
+            questions.append([ids])
+        return to_prompts(questions, self.vocab_size)
+
+    def answers(self, request: Request, states: Sequence[NDArray[np.float32]]) -> dict[str, Answer]:
+        assert self.head is not None, "a processor without a head answers nothing"
+        answers: dict[str, Answer] = {}
+        for (id, question), [row] in zip(request.questions.items(), states, strict=True):
+            names = question.candidates
+            logits = letter_logits(row, self.head, len(names))
+            for name, logit in zip(names, logits, strict=True):
+                if not np.isfinite(logit):
+                    raise InferenceError(f"question {id!r}, candidate {name!r}: the logit is {logit}")
+            weights = np.exp(logits - logits.max())
+            p = weights / weights.sum()
+            probabilities = dict(zip(names, map(float, p), strict=True))
+            answers[id] = ChoiceAnswer(names[int(p.argmax())], probabilities, _confidence(p.astype(np.float64)))
+        return answers
 
 
 def read_system_message(file: str | None, *, check: bool) -> str:
@@ -54,7 +99,7 @@ def read_system_message(file: str | None, *, check: bool) -> str:
     try:
         content = Path(file).expanduser().read_bytes()
         text = content.decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last where `~` is nobody's home
         raise ConfigError(f"letters.system_message={file}: {error}") from None
     found = hashlib.sha256(content).hexdigest()
     if check and found != SYSTEM_SHA256:
@@ -74,8 +119,11 @@ def letter_ids(tokens: Tokens, *, check: bool) -> list[int]:
     return ids
 
 
-def parse_letters(source: dict[str, Any] | str | bytes, loaded_names: Collection[str]) -> Request:
+def parse_letters(source: Request | dict[str, Any] | str | bytes, loaded_names: Collection[str]) -> Request:
     """As `parse_request`, but `instructions` may be null, and what this head cannot answer is refused."""
+    if isinstance(source, Request):
+        check_letters(source)
+        return source
     tree = read_body(source)
     if not isinstance(tree, dict):
         return parse_request(source)  # which refuses it
@@ -105,23 +153,6 @@ def check_letters(request: Request) -> None:
             raise RequestError(text, field=f"questions.{id}.criteria", value=len(question.criteria))
 
 
-def letter_prompts(request: Request, tokens: Tokens, system_message: str, max_length: int) -> list[list[Ids]]:
-    """One prompt per question, int32 ids.
-
-    Raises RequestError naming the question if its prompt is longer than `max_length` tokens; nothing is cut.
-    """
-    check_letters(request)
-    questions = []
-    for id, question in request.questions.items():
-        assert isinstance(question, Choice)
-        ids = tokens.encode(prompt_piece(system_message, request.state, question))
-        if len(ids) > max_length:
-            text = f"Input length {len(ids)} exceeds max_length={max_length}; no silent truncation"
-            raise RequestError(text, field=f"questions.{id}", value=len(ids))
-        questions.append([ids])
-    return questions
-
-
 def prompt_piece(system_message: str, state: Any, question: Choice) -> Piece:
     """A whole prompt: system message, user message, and the start of an answer that thinks first."""
     goal = _text(question.instructions)
@@ -142,25 +173,6 @@ def prompt_piece(system_message: str, state: Any, question: Choice) -> Piece:
         *(Control.START, f"user\n{user}", Control.END, "\n"),
         *(Control.START, "assistant\n", Control.THINK, "\n"),
     )
-
-
-def letter_answers(request: Request, hidden: NDArray[np.floating[Any]], head: LettersHead) -> dict[str, Answer]:
-    """Answers in question order. `hidden` [questions, hidden size] holds the state at each prompt's last token.
-
-    Raises InferenceError naming question and option for a logit that is not finite.
-    """
-    answers: dict[str, Answer] = {}
-    for (id, question), row in zip(request.questions.items(), hidden, strict=True):
-        names = question.candidates
-        logits = letter_logits(row, head, len(names))
-        for name, logit in zip(names, logits, strict=True):
-            if not np.isfinite(logit):
-                raise InferenceError(f"question {id!r}, candidate {name!r}: the logit is {logit}")
-        weights = np.exp(logits - logits.max())
-        p = weights / weights.sum()
-        probabilities = dict(zip(names, map(float, p), strict=True))
-        answers[id] = ChoiceAnswer(names[int(p.argmax())], probabilities, _confidence(p.astype(np.float64)))
-    return answers
 
 
 def letter_logits(row: NDArray[np.floating[Any]], head: LettersHead, letters: int) -> NDArray[np.float32]:

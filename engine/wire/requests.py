@@ -10,9 +10,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Collection
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from engine.errors import RequestError
@@ -24,6 +24,7 @@ MAX_NESTING = 127
 MODEL_ALIASES = ("open-jev", "jev-latest")
 
 _TEXT_TYPE: Final = "instructions and descriptions must be text, an object, or an array"
+_SURROGATES: Final = "text must not hold lone surrogates"
 _CRITERIA = {
     "choice": "Choice requires between 1 and 255 candidates",
     "score": "Score requires an array of 2 to 10 descriptive levels",
@@ -93,24 +94,48 @@ class Score(_Frozen):
 Question = Noul | Choice | Score
 
 
+_AS_READ: Final = object()
+"""Validation context of values that `read_body` gave, which have been looked through."""
+
+
 class Request(_Frozen):
-    """One observation and the questions about it, in the sender's order."""
+    """One observation and the questions about it, in the sender's order.
+
+    Made of Python values it obeys the rules of the body they would be sent as: RequestError, or pydantic's
+    ValidationError, for anything that no body can say.
+    """
 
     state: Text
-    questions: Annotated[dict[str, Annotated[Question, Field(discriminator="kind")]], Field(min_length=1)]
+    questions: Annotated[
+        dict[str, Annotated[Question, Field(discriminator="kind")]], Field(min_length=1, max_length=MAX_QUESTIONS)
+    ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, values: Any, info: ValidationInfo) -> Any:
+        return values if info.context is _AS_READ or isinstance(values, cls) else read_body(values)
+
+    @model_validator(mode="after")
+    def _within_limits(self) -> Self:
+        if self.num_candidates > MAX_CANDIDATES:
+            raise RequestError("request exceeds the candidate limit", field="questions", value=self.num_candidates)
+        return self
 
     @property
     def num_candidates(self) -> int:
         return sum(len(question.candidates) for question in self.questions.values())
 
 
-def parse_request(source: dict[str, Any] | str | bytes, loaded_names: Collection[str] = ()) -> Request:
+def parse_request(source: Request | dict[str, Any] | str | bytes, loaded_names: Collection[str] = ()) -> Request:
     """The request in `source`: a JSON body, or the same as Python values (dict, list, str, int, float, bool, None).
+    One that is parsed already stays as it is.
 
     `loaded_names` are the names of the loaded model; a request may also name no model or one of `MODEL_ALIASES`.
     Raises `RequestError` for the first violated rule of the wire contract. Python values obey the rules of the body
     they would be sent as; tuples and non-string keys, which JSON cannot spell, are refused.
     """
+    if isinstance(source, Request):
+        return source
     tree = read_body(source)
     if not isinstance(tree, dict) or "state" not in tree or "questions" not in tree:
         raise RequestError("request requires state and questions", value=tree)
@@ -122,17 +147,21 @@ def parse_request(source: dict[str, Any] | str | bytes, loaded_names: Collection
         text = "questions must be an object within the server question limit"
         raise RequestError(text, field="questions", value=questions)
     try:
-        request = Request.model_validate(tree)
+        return Request.model_validate(tree, context=_AS_READ)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from None
-    if request.num_candidates > MAX_CANDIDATES:
-        raise RequestError("request exceeds the candidate limit", field="questions", value=request.num_candidates)
-    return request
 
 
 def read_body(source: dict[str, Any] | str | bytes) -> Any:
     """What the JSON body says, read strictly; Python values are taken as the body they would be sent as."""
-    return _read_json(_as_body(source) if isinstance(source, dict) else source)
+    if isinstance(source, dict):
+        return _read_json(_as_body(source))
+    if not isinstance(source, str | bytes):
+        found = type(source).__name__
+        raise RequestError(f"a request must be one dict, or one JSON body as str or bytes, not {found}")
+    tree = _read_json(source)
+    _check_tree(tree)
+    return tree
 
 
 def _refusal(error: ErrorDetails) -> RequestError:
@@ -154,10 +183,12 @@ def _refusal(error: ErrorDetails) -> RequestError:
     return RequestError(text, field=".".join(path), value=error["input"])
 
 
-def _as_body(source: dict[str, Any]) -> str:
-    _check_values(source)
+def _as_body(source: dict[str, Any]) -> bytes:
+    _measure(source, 0, {})
     try:
-        return json.dumps(source, ensure_ascii=False, separators=(",", ":"))
+        return json.dumps(source, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError:
+        raise RequestError(_SURROGATES) from None
     except ValueError as error:  # an integer of more digits than Python prints
         raise RequestError(str(error)) from None
 
@@ -166,7 +197,7 @@ def _read_json(source: str | bytes) -> Any:
     try:
         body = source.encode() if isinstance(source, str) else source
         if len(body) > MAX_BODY_BYTES:
-            raise RequestError("request body size is outside server limits", value=len(body))
+            raise _too_large(len(body))
         if not body:
             raise RequestError("empty request body")
         tree = json.loads(
@@ -176,7 +207,6 @@ def _read_json(source: str | bytes) -> Any:
         raise _too_deep() from None
     except ValueError as error:  # malformed JSON, text that is not UTF-8, an integer of more digits than Python reads
         raise RequestError(str(error)) from None
-    _check_values(tree)
     return tree
 
 
@@ -201,28 +231,55 @@ def _too_deep() -> RequestError:
     return RequestError(f"JSON nesting exceeds {MAX_NESTING} levels")
 
 
-def _check_values(value: Any, depth: int = 0) -> None:
-    """What JSON syntax alone does not rule out, and what a Python value could hold besides."""
-    match value:
-        case str():
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise RequestError("text must not hold lone surrogates", value=value) from None
-        case float():
-            if not math.isfinite(value):
-                raise RequestError("non-finite JSON number", value=value)
-        case None | bool() | int():
-            pass
-        case dict() | list():
-            if depth == MAX_NESTING:
-                raise _too_deep()
-            if isinstance(value, dict):
-                for key in value:
-                    if not isinstance(key, str):
-                        raise RequestError("object keys must be strings", value=key)
-                    _check_values(key)
-            for member in value.values() if isinstance(value, dict) else value:
-                _check_values(member, depth + 1)
-        case _:
-            raise RequestError("values must be dict, list, str, int, float, bool or None", value=value)
+def _too_large(size: int) -> RequestError:
+    return RequestError("request body size is outside server limits", value=size)
+
+
+def _check_tree(value: Any, depth: int = 0) -> None:
+    """What JSON syntax does not rule out: depth, and escapes that spell half a character."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(_SURROGATES, value=value) from None
+    elif isinstance(value, dict | list):
+        if depth == MAX_NESTING:
+            raise _too_deep()
+        if isinstance(value, dict):
+            for key in value:
+                _check_tree(key)
+        for member in value.values() if isinstance(value, dict) else value:
+            _check_tree(member, depth + 1)
+
+
+def _measure(value: Any, depth: int, known: dict[int, tuple[int, int]]) -> tuple[int, int]:
+    """Bytes that a Python value takes in a body at least, and its levels; refuses what no body can spell.
+
+    A list that stands in several places is looked through once (`known`) and counts wherever it is written out.
+    """
+    if isinstance(value, str):
+        return len(value) + 2, 0
+    if isinstance(value, int):
+        return (value.bit_length() - 1) * 3 // 10 + 1, 0  # log10(2) is a little more
+    if value is None or isinstance(value, float):
+        return 3, 0
+    if not isinstance(value, dict | list):
+        raise RequestError("values must be dict, list, str, int, float, bool or None", value=type(value))
+    size, levels = known.get(id(value), (0, 1))
+    if depth + levels > MAX_NESTING:
+        raise _too_deep()
+    if size:
+        return size, levels
+    size = 1  # the brackets, less a comma that the members below do not have
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                raise RequestError("object keys must be strings", value=type(key))
+            size += len(key) + 3
+    for member in value.values() if isinstance(value, dict) else value:
+        bytes_, below = _measure(member, depth + 1, known)
+        size, levels = size + bytes_ + 1, max(levels, below + 1)
+        if size > MAX_BODY_BYTES:
+            raise _too_large(size)
+    known[id(value)] = size, levels
+    return size, levels

@@ -20,6 +20,8 @@ from engine.errors import CheckpointError
 
 Ids = NDArray[np.int32]
 
+TOKENIZER = "tokenizer.json"
+
 
 class Control(Enum):
     """Control tokens of the chat template. Only the template holds them; text that spells one is something else."""
@@ -68,31 +70,43 @@ class Tokens:
 
         Raises `CheckpointError` if it cannot be read, is not BPE, or its added tokens cannot serve the template.
         """
-        rules = _read_rules(definition)
-        added = {token["content"]: token for token in rules["added_tokens"]}
-        self._control_ids = {token: _control_id(token, added) for token in Control}
         self._plain = control == "plain"
-        if self._plain:
-            # Nothing looks for added tokens then, and no merge ends in one: their ids come from the template alone.
-            # (An added token of one letter is a byte of ordinary text as well, and stays.)
-            vocabulary = rules["model"]["vocab"].items()
-            rules["model"]["vocab"] = {token: id for token, id in vocabulary if token not in added or len(token) == 1}
-            rules["added_tokens"] = []
-            definition = json.dumps(rules, ensure_ascii=False)
+        try:
+            rules = _read_rules(definition)
+            added = {token["content"]: token for token in rules["added_tokens"]}
+            self._control_ids = {token: _control_id(token, added) for token in Control}
+            if self._plain:
+                # Nothing looks for added tokens then, and no merge ends in one: their ids come from the template alone.
+                # (An added token of one letter is a byte of ordinary text as well, and stays.)
+                vocabulary = rules["model"]["vocab"].items()
+                rules["model"]["vocab"] = {word: id for word, id in vocabulary if word not in added or len(word) == 1}
+                rules["added_tokens"] = []
+                definition = json.dumps(rules, ensure_ascii=False)
+            self.joinable = _joinable(rules)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"tokenizer: not a tokenizer.json: {error!r}") from error
         try:
             self._tokenizer = Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises no narrower type
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library raises no narrower type, and its panics are no Exception
             raise CheckpointError(f"tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.joinable = _joinable(rules)
 
     @classmethod
     def load(cls, folder: str | Path, control: Literal["plain", "special"] = "plain") -> Tokens:
         """From `tokenizer.json` in `folder`, else from whatever files there `transformers` makes a tokenizer of."""
-        file = Path(folder) / "tokenizer.json"
-        if file.is_file():
-            return cls(file.read_text(encoding="utf-8"), control)
+        file = Path(folder) / TOKENIZER
+        if file.exists():
+            try:
+                return cls(file.read_text(encoding="utf-8"), control)
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{file}: must hold UTF-8: {error}") from None
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {str(error).removeprefix('tokenizer: ')}") from None
         from transformers import AutoTokenizer  # seconds to import, and only needed here
 
         try:
@@ -138,11 +152,8 @@ class Tokens:
 
 
 def _read_rules(definition: str) -> dict[str, Any]:
-    try:
-        rules: dict[str, Any] = json.loads(definition)
-        kind = rules["model"]["type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"tokenizer: not a tokenizer.json: {error!r}") from error
+    rules: dict[str, Any] = json.loads(definition)
+    kind = rules["model"]["type"]
     if kind != "BPE":
         raise CheckpointError(f"tokenizer: model.type must be BPE, got {kind!r}")
     rules = {"added_tokens": [], "normalizer": None, "pre_tokenizer": None, **rules}

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from graphs.graph import capture_graph
 from graphs.tuning.search import CannotRunError
-from ops.linear_tuned import FIXED, Cell, Product, Variant, product
+from ops.linear_tuned import FIXED, Cell, Product, product
+from ops.variant import Variant
 
 ROUNDS = 2
 """Sets of rows in a byte test."""
@@ -59,7 +60,9 @@ class GpuTrials:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._generator = torch.Generator(device).manual_seed(0)
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        current = torch.cuda.current_stream(device)
+        # The library keeps a workspace for each stream, and the default one cannot be captured.
+        self._stream = current if current != torch.cuda.default_stream(device) else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool: Any = None
         self._shape: tuple[int, int] | None = None
         self._cell: Cell | None = None

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,16 @@ from omegaconf import OmegaConf
 import configs
 from engine import config as options
 from engine.cli import to_config
-from engine.config import EngineConfig, ExplainConfig, MemoryConfig, ScoreConfig, TokensConfig, resolve
+from engine.config import (
+    EngineConfig,
+    ExplainConfig,
+    MemoryConfig,
+    ScoreConfig,
+    TokensConfig,
+    cache_folder,
+    configured,
+    resolve,
+)
 from engine.errors import ConfigError, ForkgraphError
 
 GROUPS = {
@@ -73,6 +83,72 @@ def test_groups_offer_the_allowed_values_and_set_them() -> None:
 def test_a_value_that_cannot_work_is_refused_by_name(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device": 0}, r"device=0 is not the name of a device; use device='cuda:0'"),
+        ({"device": None}, r"device=None is not the name of a device$"),
+        ({"device": torch.device("meta")}, r"device=meta is not one of auto, cpu, cuda, cuda:N"),
+        ({"dtype": torch.bfloat16}, r"dtype=torch\.bfloat16 is not one of .*did you mean 'bfloat16'\?"),
+        ({"split": None}, r"split=None is not one of exact, aligned"),
+        ({"model": 9}, r"model=9 is not one of tiny, 4b, 9b, 27b"),
+        ({"check_ids": "false"}, r"check_ids='false' is neither true nor false"),
+        ({"nvtx": 1}, r"nvtx=1 is neither true nor false"),
+        ({"checkpoint": 5}, r"checkpoint=5 is not the name of a folder"),
+        ({"cache_dir": b"/tmp"}, r"cache_dir=b'/tmp' is not the name of a folder"),
+        ({"capture": "later"}, r"capture=later is not one of answer, load, idle"),
+        ({"warmup": "al"}, r"warmup='al' is neither a list of row counts nor the word all"),
+        ({"warmup": 64}, r"warmup=64 is neither a list of row counts nor the word all"),
+        ({"warmup": [True]}, r"warmup=True is not a whole number"),
+        ({"tokens": None}, r"tokens=None is neither a TokensConfig nor a mapping of its options"),
+        ({"letters": "file"}, r"letters='file' is neither a LettersConfig nor a mapping of its options"),
+        ({"memory": {"limt_gib": 1}}, r"memory\.limt_gib is no option .*did you mean 'limit_gib'\?"),
+        ({"memory": {"limit_gib": True}}, r"memory\.limit_gib=True is not a positive number"),
+        ({"memory": {"limit_gib": "1"}}, r"memory\.limit_gib='1' is not a positive number"),
+        ({"memory": {"graphs_gib": None}}, r"memory\.graphs_gib=None is not a positive number"),
+        ({"tokens": {"control": "x"}}, r"tokens\.control=x is not one of plain, special"),
+        ({"letters": {"system_message": 1}}, r"letters\.system_message=1 is not the name of a file"),
+    ],
+)
+def test_d47_a_value_of_another_type_is_refused_by_name(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        configured(None, wrong)
+
+
+def test_d47_mappings_paths_and_devices_of_torch_are_taken(tmp_path: Path) -> None:
+    expected = EngineConfig(
+        model="9b", device="cuda:1", checkpoint=str(tmp_path), warmup=[64], memory=MemoryConfig(limit_gib=1)
+    )
+    given = {"model": "9b", "checkpoint": tmp_path, "warmup": [64], "memory": {"limit_gib": 1}}
+    on_device = {"device": torch.device("cuda:1")}
+    assert configured(None, given | on_device) == expected
+    assert configured(given, on_device) == expected
+    assert configured(OmegaConf.create(given | {"checkpoint": str(tmp_path)}), on_device) == expected
+    interpolated = OmegaConf.create({"model": "9b", "checkpoint": str(tmp_path), "base": "${checkpoint}"})
+    assert configured(interpolated, {}).base == str(tmp_path)
+    whole = OmegaConf.structured(EngineConfig(warmup="all"))
+    assert configured(whole, {"seed": 3}) == EngineConfig(warmup="all", seed=3)
+    assert configured(EngineConfig(seed=1, split="aligned"), {"seed": 2}) == EngineConfig(seed=2, split="aligned")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("tiny", r"config='tiny' is neither an EngineConfig nor a mapping .*Engine\.load\(model='tiny'\)"),
+        (EngineConfig, r"config=<class .*> is neither an EngineConfig nor a mapping"),
+        ({"modle": "tiny"}, r"modle is no option of an engine; did you mean 'model'\?; known: "),
+        ({1: 2}, r"1 is no option of an engine"),
+        (OmegaConf.create({"model": "???"}), r"config: .*model"),
+        (OmegaConf.create({"model": "${nothing}"}), r"config: .*nothing"),
+    ],
+)
+def test_d47_what_is_no_config_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        configured(config, {})
 
 
 def test_nested_options_are_checked_too() -> None:
@@ -181,10 +257,10 @@ def test_folders_are_made_concrete(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 @pytest.mark.skipif(sys.platform in ("win32", "darwin"), reason="other platforms keep caches elsewhere")
 def test_the_default_cache_folder_follows_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert resolve(EngineConfig(device="cpu")).cache_dir == str(tmp_path / "forkgraph")
+    assert cache_folder(resolve(EngineConfig(device="cpu"))) == tmp_path / "forkgraph"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert resolve(EngineConfig(device="cpu")).cache_dir == "/home/somebody/.cache/forkgraph"
+    assert cache_folder(resolve(EngineConfig(device="cpu"))) == Path("/home/somebody/.cache/forkgraph")
 
 
 def test_importing_the_engine_needs_no_hydra() -> None:
@@ -192,3 +268,8 @@ def test_importing_the_engine_needs_no_hydra() -> None:
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", check], cwd=root, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_d47_a_value_that_cannot_be_shown_is_told_by_its_type() -> None:
+    with pytest.raises(ConfigError, match=r"seed=a value of type int is not a whole number"):
+        EngineConfig(seed=10**5_000)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from engine import Engine, Prompt, parse_request
 from engine.config import EngineConfig, resolve
 from engine.errors import CapacityError, ConfigError, RequestError
 from engine.load.dimensions import ModelDimensions
-from engine.run.model import Backbone, Weights
+from engine.load.tensors import Weights
+from engine.run.model import Backbone
 from engine.wire.answers import Head, Provenance
+from engine.wire.open_jev import OpenJev
 from ops.tables import NUM_ROWS, NUM_SEGMENTS
 from tests.engine.engine_support import SHORT, TICKET, answers, cache_dir, choice, loaded
 from tests.support import random_backbone, small_config, tokens
@@ -37,10 +39,15 @@ def engine_of(weights: Weights, dimensions: ModelDimensions) -> Engine:
     """An engine with the Qwen3.5 vocabulary over these weights."""
     return Engine(
         resolve(EngineConfig(device="cpu")),
-        tokens=qwen_tokens("plain"),
+        processor=OpenJev(
+            tokens=qwen_tokens("plain"),
+            names=("small",),
+            max_length=4_096,
+            vocab_size=dimensions.vocab_size,
+            head=Head(np.ones(dimensions.hidden_size, np.float32), 0.0, 1.0, "none"),
+        ),
         weights=weights,
         dimensions=dimensions,
-        head=Head(np.ones(dimensions.hidden_size, np.float32), 0.0, 1.0, "none"),
         provenance=Provenance(
             model="small", base_revision=None, max_length=4_096, backbone_parameter_dtypes=["torch.float32"]
         ),
@@ -85,7 +92,7 @@ def test_options_are_those_of_the_config_and_loading_reports_its_progress() -> N
     ) as engine:
         assert engine.config.split == "aligned"
     assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    with pytest.raises(ConfigError, match=r"spilt is no option of an engine; known: .*split"):
+    with pytest.raises(ConfigError, match=r"spilt is no option of an engine; did you mean 'split'\?; known: .*split"):
         loaded(spilt="exact")
     with pytest.raises(ConfigError, match=r"graphs=captured needs a CUDA device"):
         loaded(graphs="captured")
@@ -142,7 +149,7 @@ def test_what_fits_no_pass_is_refused_before_any_forward(engine: Engine, ran: li
 
 def test_the_tokenizer_of_another_model_is_refused(engine: Engine, ran: list[tuple[int, int]]) -> None:
     with (
-        engine_of(engine._weights, engine.dimensions) as foreign,
+        engine_of(engine.weights, engine.dimensions) as foreign,
         pytest.raises(ConfigError, match="the tokenizer gave id 248069, the model knows 832 ids; give the tokenizer="),
     ):
         foreign.score(SHORT)
@@ -209,21 +216,22 @@ def kinds(ran: list[tuple[int, int]], layout: Any) -> list[str]:
     return prefixes + ["branch"] * (len(ran) - len(prefixes))
 
 
-@cache
-def wide() -> Engine:
+@pytest.fixture(scope="module")
+def wide() -> Iterator[Engine]:
     backbone = random_backbone({**small_config(), "vocab_size": 248_320}, dtype=torch.float32)
-    return engine_of(backbone.weights, backbone.dimensions)
+    with engine_of(backbone.weights, backbone.dimensions) as engine:
+        yield engine
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_explain_tells_the_rows_that_run(path: Path, ran: list[tuple[int, int]]) -> None:
+def test_explain_tells_the_rows_that_run(path: Path, wide: Engine, ran: list[tuple[int, int]]) -> None:
     body = path.read_bytes()
-    report = wide().explain(body)
+    report = wide.explain(body)
     assert ran == []
     found = []
     for split in ("exact", "aligned"):
         ran.clear()
-        with wide().like(split=split) as engine:
+        with wide.like(split=split) as engine:
             found.append(answers(engine.score(body)))
         assert sum(rows for rows, _ in ran) == report.layouts[split].rows < report.full_rows
     assert found[0] == found[1]
@@ -266,15 +274,68 @@ def test_hidden_states_of_several_reads(engine: Engine) -> None:
         ([[[1, 2], [3, 4]]], r"prompts\[0\]: token ids must be a list of integers"),
         ([[[1], [2, 3]]], r"prompts\[0\]: token ids must be a list of integers"),
         ([Prompt(np.array([900], np.int32))], r"prompts\[0\]: a token id must be from 0 to 831 \(got 900\)"),
+        ([None], r"prompts\[0\]: token ids must be a list of integers: .*NoneType"),
+        ([3], r"prompts\[0\]: token ids must be a list of integers: .*int"),
+        (["ab"], r"prompts\[0\]: token ids must be a list of integers"),
+        ([{1: 2}], r"prompts\[0\]: token ids must be a list of integers"),
+        ([[2**70]], r"prompts\[0\]: token ids must be a list of integers"),
+        (None, r"prompts: must be a list of prompts, not NoneType"),
+        (5, r"prompts: must be a list of prompts, not int"),
+        ("text", r"prompts: must be a list of prompts, not str"),
+        (Prompt(np.array([1], np.int32)), r"prompts: must be a list of prompts, not Prompt"),
         ([[1] * 4_097], r"prompts\[0\]: Input length 4097 exceeds max_length=4096; no silent truncation"),
     ],
 )
-def test_wrong_token_ids_are_refused_before_any_forward(
+def test_d47_wrong_token_ids_are_refused_before_any_forward(
     engine: Engine, ran: list[tuple[int, int]], prompts: Any, text: str
 ) -> None:
     with pytest.raises(RequestError, match=text):
         engine.hidden_states(prompts)
     assert ran == []
+
+
+def test_d47_ids_of_any_integer_type_and_byte_order_are_taken(engine: Engine) -> None:
+    [expected] = engine.hidden_states([[1, 2, 3]])
+    for kind in (">i4", "<i8", ">u2", "u1"):
+        assert torch.equal(engine.hidden_states([np.array([1, 2, 3], kind)])[0], expected)  # type: ignore[list-item]
+    assert torch.equal(engine.hidden_states([torch.tensor([1, 2, 3])])[0], expected)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("reads", [(0.5,), (1.5, 2), (True,), (np.bool_(True),), ("1",), (None,), 1, None])
+def test_d47_reads_are_whole_numbers(reads: Any) -> None:
+    with pytest.raises(RequestError, match="reads: reads must be whole numbers, the positions of tokens"):
+        Prompt(np.array([1, 2, 3], np.int32), reads=reads)
+
+
+def test_d47_reads_may_be_integers_of_numpy() -> None:
+    ids = np.array([1, 2, 3], np.int32)
+    for reads in ((0, 2), [0, 2], np.array([0, 2]), (np.int64(0), np.uint8(2))):
+        prompt = Prompt(ids, reads=reads)  # type: ignore[arg-type]
+        assert prompt.reads == (0, 2)
+        assert {type(read) for read in prompt.reads} == {int}
+    for wrong in ((2, 0), (0, 3), (-1,), (1, 1)):
+        with pytest.raises(RequestError, match="reads must be ascending positions below the prompt's 3 tokens"):
+            Prompt(ids, reads=wrong)
+
+
+def test_d47_arguments_of_load_and_score_are_refused_by_name(engine: Engine) -> None:
+    for load, message in (
+        (lambda: Engine.load("tiny"), "config='tiny' is neither an EngineConfig nor a mapping"),  # type: ignore[arg-type]
+        (lambda: Engine.load(device=0), "device=0 is not the name of a device"),  # type: ignore[arg-type]
+        (lambda: Engine.load(tokens=None), "tokens=None is neither a TokensConfig"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load()
+    for request in ([SHORT, SHORT], None, Path("request.json")):
+        with pytest.raises(RequestError, match="a request must be one dict, or one JSON body as str or bytes"):
+            engine.score(request)  # type: ignore[arg-type]
+
+
+def test_d47_a_device_of_torch_and_mappings_of_options_load(engine: Engine) -> None:
+    config = OmegaConf.create({"cache_dir": cache_dir().name, "tokens": {"control": "plain"}})
+    with Engine.load(config, device=torch.device("cpu"), memory={"limit_gib": 1}) as other:
+        assert (other.config.device, other.config.memory.limit_gib) == ("cpu", 1)
+        assert answers(other.score(SHORT)) == answers(engine.score(SHORT))
 
 
 def test_a_forward_over_the_prompts_of_a_request_runs_what_its_answer_ran(engine: Engine) -> None:
@@ -294,8 +355,12 @@ def test_a_forward_over_the_prompts_of_a_request_runs_what_its_answer_ran(engine
 
 
 def test_a_forward_over_nothing_is_refused(engine: Engine) -> None:
-    for questions in ([], [[]], [[Prompt(np.array([1], np.int32))], []]):
-        with pytest.raises(RequestError, match="questions: there must be questions, and a candidate in each"):
+    for questions, text in (
+        ([], "questions: there must be at least one question"),
+        ([[]], r"questions\[0\]: there must be at least one prompt"),
+        ([[Prompt(np.array([1], np.int32))], []], r"questions\[1\]: there must be at least one prompt"),
+    ):
+        with pytest.raises(RequestError, match=text):
             engine.forward(questions)
     with pytest.raises(RequestError, match=r"questions\[1\]\[0\]: a token id must be from 0 to 831 \(got 900\)"):
         engine.forward([[Prompt(np.array([1], np.int32))], [Prompt(np.array([900], np.int32))]])

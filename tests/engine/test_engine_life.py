@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine import Engine, Prompt
 from engine.config import MemoryConfig
-from engine.errors import ConfigError, ForkgraphError, InferenceError
+from engine.errors import ClosedError, ConfigError, ForkgraphError, InferenceError
 from engine.plan.schedule import Pass, Plan
 from engine.run.executor import Executor
 from engine.run.snapshot import SnapshotBuffers
@@ -103,7 +103,7 @@ def test_a_read_that_is_not_finite_is_an_error_and_leaves_its_siblings(engine: E
     prompts = [np.concatenate([head, np.array(tail, np.int32)]) for tail in ([600, 1], [601, 1], [602, 1])]
     expected, _ = run(engine._executor, [[Prompt(ids) for ids in prompts]], schedule="levels")
     with loaded() as broken:
-        broken._weights.embedding[601] = torch.nan
+        broken.weights.embedding[601] = torch.nan
         with pytest.raises(InferenceError, match=r"prompts\[1\]: a final hidden state is not finite"):
             broken.hidden_states(prompts)  # type: ignore[arg-type]
         for schedule in ("batched", "levels", "tree"):
@@ -171,6 +171,17 @@ def test_a_fault_in_the_middle_is_typed_and_the_next_request_has_the_bits_of_a_f
     assert answers(engine.score(TICKET)) == fresh_answers
 
 
+def test_an_assertion_of_ours_is_not_dressed_up(
+    engine: Engine, fresh_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault = Fault(Executor._forward, AssertionError("a slot was given out twice"), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executor, "_forward", fault.method())
+        with pytest.raises(AssertionError, match="a slot was given out twice"):
+            engine.score(TICKET)
+    assert answers(engine.score(TICKET)) == fresh_answers
+
+
 def test_buffers_that_did_not_get_their_memory_are_made_by_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with loaded() as engine:
         expected = answers(engine.score(TICKET))
@@ -206,8 +217,8 @@ def test_nothing_of_an_earlier_request_is_read() -> None:
 def test_like_shares_the_weights_and_changes_run_options_only(engine: Engine) -> None:
     other = engine.like(split="aligned", schedule="batched")
     assert (other.config.split, other.config.schedule) == ("aligned", "batched")
-    assert other._weights.embedding.data_ptr() == engine._weights.embedding.data_ptr()
-    assert all(a is b for a, b in zip(other._weights.layers, engine._weights.layers, strict=True))
+    assert other.weights.embedding.data_ptr() == engine.weights.embedding.data_ptr()
+    assert all(a is b for a, b in zip(other.weights.layers, engine.weights.layers, strict=True))
     assert not {t.data_ptr() for t in other._executor.buffers.tensors()} & {
         t.data_ptr() for t in engine._executor.buffers.tensors()
     }
@@ -240,16 +251,28 @@ def test_a_closed_engine_refuses_and_may_be_closed_again() -> None:
     assert engine.explain(SHORT).candidates == 2
 
 
-def test_closing_waits_for_what_runs_and_cancels_what_waits(gate: Gate) -> None:
+def test_d35_closing_waits_for_what_runs_and_refuses_what_waits(gate: Gate) -> None:
     engine = loaded()
-    running, waiting = engine.submit(asks(2)), engine.submit(asks(3))
+    running = engine.submit(asks(2))
     assert gate.entered.wait(60)
+    ended: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            engine.score(asks(3))
+        except Exception as error:
+            ended.append(error)
+
+    waiters = [threading.Thread(target=wait) for _ in range(6)]
+    for waiter in waiters:
+        waiter.start()
+    while len(engine._client.owner._waiting) < 6:
+        time.sleep(0.001)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    deadline = time.monotonic() + 60
-    while not waiting.cancelled() and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert waiting.cancelled()
+    for waiter in waiters:
+        waiter.join(60)
+    assert [type(error) for error in ended] == [ClosedError] * 6
     assert closing.is_alive()
     gate.open()
     closing.join(60)
@@ -257,10 +280,20 @@ def test_closing_waits_for_what_runs_and_cancels_what_waits(gate: Gate) -> None:
     assert gate.order == [2]
 
 
+def test_an_engine_that_nobody_closed_gives_back_what_it_held() -> None:
+    engine = loaded()
+    engine.score(SHORT)
+    held, client = weakref.ref(engine.weights.embedding), engine._client
+    del engine
+    gc.collect()
+    client.released.result(60)
+    assert held() is None
+
+
 def test_closing_gives_weights_and_buffers_back() -> None:
     engine = loaded()
     engine.score(SHORT)
-    tensors = [engine._weights.embedding, engine._weights.rope, *engine._executor.buffers.tensors()]
+    tensors = [engine.weights.embedding, engine.weights.rope, *engine._executor.buffers.tensors()]
     held = [weakref.ref(tensor) for tensor in tensors]
     del tensors
     gc.collect()

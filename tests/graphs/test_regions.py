@@ -99,6 +99,29 @@ def test_a_product_beside_the_handle_is_seen(monkeypatch: pytest.MonkeyPatch) ->
     assert not targets(with_matmul, monkeypatch) <= VIEWS_AND_ALLOCATIONS
 
 
+def test_sizes_of_weights_stay_fixed_whatever_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other kind of layer, and another model, have other sizes; only rows and buffers are dynamic."""
+    symbolic: set[str] = set()
+    weights: set[str] = set()
+
+    def record(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        for node in module.graph.find_nodes(op="placeholder"):
+            value = node.meta["example_value"]
+            if isinstance(value, Tensor) and "_w_" in node.name:
+                weights.add(node.name)
+                symbolic.update(node.name for size in value.shape if not isinstance(size, int))
+        return module.forward
+
+    compile_with = torch.compile
+    monkeypatch.setattr(regions.torch, "compile", lambda fn, **kwargs: compile_with(fn, backend=record, **kwargs))
+    for hidden in (64, 96):
+        other = random_backbone(small_config(hidden=hidden), dtype=torch.float32)
+        own = Executor(Backbone(other.weights, other.dimensions, linear_fixed, compile_layers=True))
+        run(own, candidates(np.random.default_rng(3), 70, 3), schedule="levels")
+    assert len(weights) > 10
+    assert not symbolic
+
+
 @pytest.mark.parametrize("schedule", ["independent", "levels", "tree"])
 def test_no_view_enters_a_region(schedule: str) -> None:
     """The compiler guards a view's base too: code that was compiled for one base is compiled again for another."""

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,11 +21,13 @@ from engine.load.dimensions import DIMENSIONS
 from engine.load.projections import projection_shapes
 from graphs.graph import capture_graph
 from graphs.tuning import candidates as offer
+from graphs.tuning import trials as trials_module
 from graphs.tuning import tuner
 from graphs.tuning.trials import GpuTrials
 from ops import blas, linear_tuned
 from ops.linear import linear_fixed
-from ops.linear_tuned import CUBLASLT, FIXED, Variant, product
+from ops.linear_tuned import CUBLASLT, FIXED, product
+from ops.variant import Variant
 
 SMALL = [
     Variant(rows=16, columns=32, depth=32, warps=4, stages=2),
@@ -87,7 +88,6 @@ def test_one_tile_of_each_kind_compiles_for_hopper_without_spilling() -> None:
 # On a GPU.
 
 CUDA = torch.device("cuda", 0)
-SHAPES = projection_shapes(DIMENSIONS["9b"])
 SHAPES_9B = ((24_576, 4_096), (4_096, 12_288), (12_352, 4_096), (4_096, 4_096))
 
 
@@ -99,23 +99,13 @@ def bfloat16(*shape: int) -> Tensor:
     return torch.randn(*shape, device=CUDA).bfloat16()
 
 
-@contextmanager
-def switched(library: str, *, split_k: bool) -> Iterator[None]:
-    """The program's own switches of torch's products, as any thread of the process may set them."""
+def switches_now() -> tuple[object, ...]:
     matmul = torch.backends.cuda.matmul
-    before = (
+    return (
         torch.backends.cuda.preferred_blas_library(),
-        (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k),
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction_split_k,
     )
-    try:
-        matmul.allow_bf16_reduced_precision_reduction = (True, True)  # split K off wants cuBLASLt
-        torch.backends.cuda.preferred_blas_library(library)
-        matmul.allow_bf16_reduced_precision_reduction = (split_k, split_k)
-        yield
-    finally:
-        matmul.allow_bf16_reduced_precision_reduction = (True, True)
-        torch.backends.cuda.preferred_blas_library(before[0])
-        matmul.allow_bf16_reduced_precision_reduction = before[1]
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +120,7 @@ def trials() -> Iterator[GpuTrials]:
 def tuned_9b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder in which 9B has been prepared."""
     folder = tmp_path_factory.mktemp("cache")
-    tuner.prepare(SHAPES, device=CUDA, cache_dir=folder)
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=folder)
     return folder
 
 
@@ -146,37 +136,132 @@ def test_the_librarys_own_choice_breaks_equality() -> None:
 
 @pytest.mark.gpu
 def test_the_byte_test_sees_it_too(trials: GpuTrials, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_name = {"torch": F.linear, FIXED: product(FIXED)}
-    monkeypatch.setattr("graphs.tuning.trials.product", by_name.__getitem__)
+    plain = trials_module.product
+    monkeypatch.setattr(trials_module, "product", lambda name: F.linear if name == "torch" else plain(name))
     assert not all(trials.same_bytes((4_096, 12_288, rows), "torch") for rows in (64, 96, 128))
 
 
 @pytest.mark.gpu
-def test_the_librarys_choice_without_split_k_has_the_bits_of_fixed(trials: GpuTrials) -> None:
-    """Among them cells where the library left alone splits K."""
+def test_the_librarys_choice_through_our_handle_has_the_bits_of_fixed(trials: GpuTrials) -> None:
+    """Without split K it sums as `fixed` does, at rows where torch's own choice does not."""
     for n, k in SHAPES_9B:
-        for rows in (64, 96, 128, 320, 1_088, 3_136):
+        for rows in (64, 72, 96, 128, 320, 1_088, 3_136):
             assert trials.same_bytes((n, k, rows), CUBLASLT), (n, k, rows)
-    assert trials.same_bytes((4_096, 12_288, 320), f"{CUBLASLT}@384")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("library", "split_k"), [("cublas", True), ("cublaslt", True), ("cublaslt", False)])
-def test_d33_switches_of_the_process_reach_no_product_and_are_not_set(library: str, split_k: bool) -> None:
-    """The control: torch's own product follows them."""
-    w, x = bfloat16(4_096, 12_288) * 12_288**-0.5, bfloat16(64, 12_288)
-    names = (FIXED, CUBLASLT, f"{CUBLASLT}@128", f"{CUBLASLT}#{blas.codes(4_096, 12_288, 64, 1)[0]}")
-    before = [product(name)(x, w) for name in names]
-    with switched("cublas", split_k=True):
-        default = F.linear(x, w)
-    with switched(library, split_k=split_k):
-        matmul = torch.backends.cuda.matmul
-        state = torch.backends.cuda.preferred_blas_library(), matmul.allow_bf16_reduced_precision_reduction
-        for name, expected in zip(names, before, strict=True):
-            assert same(product(name)(x, w), expected), name
-        assert state == (torch.backends.cuda.preferred_blas_library(), matmul.allow_bf16_reduced_precision_reduction)
-        if not split_k:
-            assert not same(F.linear(x, w), default), "the control: torch's product does not follow its switches"
+@pytest.mark.parametrize("rows", [64, 72, 128, 320, 512, 1_088, 3_136])
+def test_every_algorithm_chosen_has_the_bits_of_fixed_at_its_rung(tuned_9b: Path, rows: int) -> None:
+    """Through the operator, in eager and from a graph, with data of its own."""
+    linear_tuned.missed.clear()
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=tuned_9b)
+    for n, k in projection_shapes(DIMENSIONS["9b"]):
+        w, x = bfloat16(n, k) * k**-0.5, bfloat16(rows, k)
+        expected = linear_fixed(x, w)
+        assert same(linear_tuned.linear_tuned(x, w), expected), (n, k)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = linear_tuned.linear_tuned(x, w)
+        for scale in (1.0, 1e3):
+            x.copy_(bfloat16(rows, k) * scale)
+            out.fill_(float("nan"))
+            graph.replay()
+            assert same(out, linear_fixed(x, w)), (n, k, scale)
+    assert not linear_tuned.missed
+
+
+@pytest.mark.gpu
+def test_a_row_that_is_not_finite_spoils_no_other(tuned_9b: Path) -> None:
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=tuned_9b)
+    for n, k in SHAPES_9B:
+        w, x = bfloat16(n, k) * k**-0.5, bfloat16(320, k)
+        clean = linear_tuned.linear_tuned(x, w)
+        x[7], x[100] = float("nan"), float("inf")
+        spoilt = linear_tuned.linear_tuned(x, w)
+        others = [i for i in range(320) if i not in (7, 100)]
+        assert same(spoilt[others], clean[others])
+
+
+@pytest.mark.gpu
+def test_a_warm_start_runs_no_product(tuned_9b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*_: object) -> None:
+        raise AssertionError("trials were opened")
+
+    monkeypatch.setattr(tuner, "open_trials", nobody)
+    tuner.prepare(projection_shapes(DIMENSIONS["9b"]), device=CUDA, cache_dir=tuned_9b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", list(dict.fromkeys((*offer.FEW_ROWS, *offer.SEVERAL_ROWS, *offer.MANY_ROWS))),
+                         ids=lambda v: v.name)  # fmt: skip
+def test_every_tile_has_the_bits_of_fixed(trials: GpuTrials, variant: Variant) -> None:
+    """At whole and partial tiles of rows and columns."""
+    for cell in ((12_352, 4_096, 72), (16_480, 5_120, 320), (4_096, 12_288, 64), (4_096, 4_096, 1_120)):
+        assert trials.same_bytes(cell, variant.name), cell
+
+
+@pytest.mark.gpu
+def test_codes_are_products_and_mostly_have_the_bits_of_fixed(trials: GpuTrials) -> None:
+    for n, k in SHAPES_9B:
+        for rows in (64, 320, 3_136):
+            codes = blas.codes(n, k, rows, 8)
+            assert codes
+            w, x = bfloat16(n, k) * k**-0.5, bfloat16(rows, k)
+            out = blas.coded(codes[0])(x, w)
+            exact = x[:5].double() @ w.double().T
+            assert (out[:5] - exact).norm() <= 5e-3 * exact.norm()
+            assert any(trials.same_bytes((n, k, rows), f"{CUBLASLT}#{code}") for code in codes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 320, 1_088])
+def test_whatever_is_offered_can_be_timed(trials: GpuTrials, rows: int) -> None:
+    cell = (4_096, 4_096, rows)
+    names = offer.candidates(cell)
+    times = trials.times(cell, names, careful=True)
+    assert {FIXED, CUBLASLT, *(v.name for v in offer.variants(cell))} <= set(times)
+    floor = 1e6 * max(2 * 4_096 * 4_096 / 5e12, 2 * rows * 4_096 * 4_096 / 1e15)
+    assert all(us > 0.8 * floor for us in times.values()), "faster than the memory or the tensor cores"
+
+
+@pytest.mark.gpu
+def test_d33_products_neither_set_nor_obey_a_switch_of_the_process() -> None:
+    x, w = bfloat16(64, 12_288), bfloat16(4_096, 12_288)
+    code = blas.codes(4_096, 12_288, 64, 1)[0]
+    names = (FIXED, CUBLASLT, f"{CUBLASLT}@128", f"{CUBLASLT}#{code}")
+    expected = {name: product(name)(x, w) for name in names}
+    matmul = torch.backends.cuda.matmul
+    library = torch.backends.cuda.preferred_blas_library()
+    try:
+        for reduced in (False, True):
+            for preferred in ("cublas", "cublaslt"):
+                torch.backends.cuda.preferred_blas_library(preferred)
+                matmul.allow_bf16_reduced_precision_reduction = reduced
+                torch.set_float32_matmul_precision("medium" if reduced else "highest")
+                before = switches_now()
+                for name in names:
+                    assert same(product(name)(x, w), expected[name]), (name, reduced, preferred)
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        out = product(name)(x, w)
+                    graph.replay()
+                    assert same(out, expected[name])
+                    with pytest.raises((RuntimeError, ValueError)):
+                        product(name)(x, w[:, :64].contiguous())
+                assert switches_now() == before
+    finally:
+        torch.backends.cuda.preferred_blas_library(library)
+        matmul.allow_bf16_reduced_precision_reduction = True
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.gpu
+def test_the_library_is_the_one_that_torch_has_loaded() -> None:
+    assert torch.version.cuda is not None
+    major = torch.version.cuda.partition(".")[0]
+    (path,) = blas._loaded(f"libcublasLt.so.{major}")
+    assert Path(path).exists()
+    assert str(blas.version()).startswith(major)
 
 
 @pytest.mark.gpu
@@ -218,15 +303,6 @@ def test_the_library_may_be_asked_inside_a_capture_too(monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-def test_the_library_is_the_one_that_torch_has_loaded() -> None:
-    assert torch.version.cuda is not None
-    major = torch.version.cuda.partition(".")[0]
-    (path,) = blas._loaded(f"libcublasLt.so.{major}")
-    assert Path(path).exists()
-    assert str(blas.version()).startswith(major)
-
-
-@pytest.mark.gpu
 def test_many_threads_get_the_same_bits() -> None:
     """Each on a stream of its own, at sizes that all of them ask for first."""
     w = bfloat16(2_048, 4_096) * 4_096**-0.5
@@ -241,81 +317,6 @@ def test_many_threads_get_the_same_bits() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [64, 72, 128, 320, 512, 1_088, 3_136])
-def test_every_algorithm_chosen_has_the_bits_of_fixed_at_its_rung(tuned_9b: Path, rows: int) -> None:
-    """Through the operator, in eager and from a graph, with data of its own."""
-    linear_tuned.missed.clear()
-    tuner.prepare(SHAPES, device=CUDA, cache_dir=tuned_9b)
-    for n, k in SHAPES:
-        w, x = bfloat16(n, k) * k**-0.5, bfloat16(rows, k)
-        expected = linear_fixed(x, w)
-        assert same(linear_tuned.linear_tuned(x, w), expected), (n, k)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = linear_tuned.linear_tuned(x, w)
-        for scale in (1.0, 1e3):
-            x.copy_(bfloat16(rows, k) * scale)
-            out.fill_(float("nan"))
-            graph.replay()
-            assert same(out, linear_fixed(x, w)), (n, k, scale)
-    assert not linear_tuned.missed
-
-
-@pytest.mark.gpu
-def test_a_row_that_is_not_finite_spoils_no_other(tuned_9b: Path) -> None:
-    tuner.prepare(SHAPES, device=CUDA, cache_dir=tuned_9b)
-    for n, k in SHAPES_9B:
-        w, x = bfloat16(n, k) * k**-0.5, bfloat16(320, k)
-        clean = linear_tuned.linear_tuned(x, w)
-        x[7], x[100] = float("nan"), float("inf")
-        spoilt = linear_tuned.linear_tuned(x, w)
-        others = [i for i in range(320) if i not in (7, 100)]
-        assert same(spoilt[others], clean[others])
-
-
-@pytest.mark.gpu
-def test_a_warm_start_runs_no_product(tuned_9b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody(*_: object) -> None:
-        raise AssertionError("products were tried")
-
-    monkeypatch.setattr(tuner, "open_trials", nobody)
-    tuner.prepare(SHAPES, device=CUDA, cache_dir=tuned_9b)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("variant", list(dict.fromkeys((*offer.FEW_ROWS, *offer.SEVERAL_ROWS, *offer.MANY_ROWS))),
-                         ids=lambda v: v.name)  # fmt: skip
-def test_every_tile_has_the_bits_of_fixed(trials: GpuTrials, variant: Variant) -> None:
-    """At whole and partial tiles of rows and columns."""
-    for cell in ((12_352, 4_096, 72), (16_480, 5_120, 320), (4_096, 12_288, 64), (4_096, 4_096, 1_120)):
-        assert trials.same_bytes(cell, variant.name), cell
-
-
-@pytest.mark.gpu
-def test_codes_are_products_and_mostly_have_the_bits_of_fixed(trials: GpuTrials) -> None:
-    for n, k in SHAPES_9B:
-        for rows in (64, 320, 3_136):
-            codes = blas.codes(n, k, rows, 8)
-            assert codes
-            w, x = bfloat16(n, k) * k**-0.5, bfloat16(rows, k)
-            out = blas.coded(codes[0])(x, w)
-            exact = x[:5].double() @ w.double().T
-            assert (out[:5] - exact).norm() <= 5e-3 * exact.norm()
-            assert any(trials.same_bytes((n, k, rows), f"{CUBLASLT}#{code}") for code in codes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [64, 320, 1_088])
-def test_whatever_is_offered_can_be_timed(trials: GpuTrials, rows: int) -> None:
-    cell = (4_096, 4_096, rows)
-    names = offer.candidates(cell)
-    times = trials.times(cell, names, careful=True)
-    assert {FIXED, CUBLASLT, *(v.name for v in offer.variants(cell))} <= set(times)
-    floor = 1e6 * max(2 * 4_096 * 4_096 / 5e12, 2 * rows * 4_096 * 4_096 / 1e15)
-    assert all(us > 0.8 * floor for us in times.values()), "faster than the memory or the tensor cores"
 
 
 @pytest.mark.gpu

@@ -184,9 +184,9 @@ DAMAGE = {
     "float16": (recast(f"model.{Q_PROJ}", torch.float16), rf"{SHARDS[1]}: model\.{Q_PROJ} is F16; convert it to BF16"),
     "integers": (recast("model.norm.weight", torch.int8), r"model\.norm\.weight is I8"),
     "missing shard": (remove(SHARDS[1]), rf"{SHARDS[1]}: no such file, but {INDEX} places model\.layers"),
-    "cut short": (cut(SHARDS[1], 1), rf"{SHARDS[1]}: damaged or cut short at [\d,]+ bytes"),
+    "cut short": (cut(SHARDS[1], 1), rf"{SHARDS[1]}: damaged or cut short: 663,735 bytes, its header asks for 663,736"),
     "cut in the header": (lambda f: (f / SHARDS[0]).write_bytes(b"\x10\0\0") and None, rf"{SHARDS[0]}: damaged"),
-    "empty shard": (text(SHARDS[0], ""), rf"{SHARDS[0]}: damaged or cut short at 0 bytes"),
+    "empty shard": (text(SHARDS[0], ""), rf"{SHARDS[0]}: damaged or cut short: 0 bytes"),
     "outside the folder": (
         place(f"model.{Q_PROJ}", "../x.safetensors"),
         rf"{INDEX}: model\.{Q_PROJ} is placed outside",

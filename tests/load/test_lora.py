@@ -18,7 +18,7 @@ from engine.errors import CheckpointError
 from engine.load.checkpoint import open_checkpoint, read_dimensions
 from engine.load.dimensions import ModelDimensions
 from engine.load.lora import SETTINGS, VALUES, merge, open_adapter
-from engine.run.model import Weights
+from engine.load.tensors import Weights
 from tests.load.package_support import (
     CUA,
     OPEN_JEV,
@@ -104,13 +104,13 @@ def test_merged_unmerged_merged_is_repeatable(base: Path, package: Path) -> None
     found = []
     for lora in ("merged", "unmerged", "merged"):
         with loaded(base, package, lora=lora) as engine:
-            found.append((our_states(engine), [w.clone() for w in matrices(engine._weights)]))
+            found.append((our_states(engine), [w.clone() for w in matrices(engine.weights)]))
     first, unmerged, again = found
     assert torch.equal(first[0], again[0])
     assert all(torch.equal(one, other) for one, other in zip(first[1], again[1], strict=True))
     assert not torch.equal(first[0], unmerged[0])
     with Engine.load(model="tiny", device="cpu", checkpoint=str(base)) as plain:
-        assert all(torch.equal(x, y) for x, y in zip(matrices(plain._weights), unmerged[1], strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(matrices(plain.weights), unmerged[1], strict=True))
         assert distance(our_states(plain), first[0]) > 0.02, "the adapter changes nothing"
     assert all(path.read_bytes() == content for path, content in files.items())
 

@@ -76,7 +76,7 @@ def test_the_repository_around_a_package_tells_where_it_is(tmp_path: Path, packa
 
 
 def test_base_weights_are_asked_for_where_they_are_missing_and_only_there(base: Path, package: Path) -> None:
-    assert weights_folder(str(package), str(base)) == str(base)
+    assert weights_folder(str(package), "package", str(base)) == str(base)
     with pytest.raises(ConfigError, match=r"holds no base weights; give their folder with base=FOLDER"):
         loaded(package)
     with pytest.raises(ConfigError, match=r"holds its own weights; leave base= out"):
@@ -162,7 +162,7 @@ WRONG = {
 def test_a_wrong_package_is_refused_by_file_and_key(
     base: Path, copy: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.engine.load_weights", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("engine.assembly.load_weights", lambda *_, **__: pytest.fail("weights were read"))
     spoil, message = WRONG[name]
     spoil(copy)
     with pytest.raises(CheckpointError, match=message):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,9 @@ from engine.explain import explain
 from engine.load.checkpoint import open_checkpoint
 from engine.load.lora import open_adapter
 from engine.load.package import folder_sha256
+from engine.load.tensors import Weights
 from engine.load.weights import load_weights
-from engine.run.model import Weights
-from engine.wire.answers import Head
+from engine.wire.open_jev import OpenJev
 from engine.wire.prompts import build_prompts
 from engine.wire.requests import parse_request
 from engine.wire.tokens import Tokens
@@ -148,8 +150,9 @@ def test_base_folders_of_every_form_have_their_states(tmp_path: Path, tied: bool
         assert distance(our_states(engine), theirs) <= 5e-5
         embedding = load_all(base)["model.embed_tokens.weight" if tied else "lm_head.weight"].float()
         yes, no = (Tokens.load(base).single_id(word) for word in ("Yes", "No"))
-        assert isinstance(engine.head, Head)
-        assert np.array_equal(engine.head.weight, (embedding[yes] - embedding[no]).numpy())
+        assert isinstance(engine.processor, OpenJev)
+        assert engine.processor.head is not None
+        assert np.array_equal(engine.processor.head.weight, (embedding[yes] - embedding[no]).numpy())
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
@@ -164,6 +167,30 @@ def test_tensors_may_lie_at_any_multiple_of_eight_bytes(tmp_path: Path, base: Pa
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt", "padding": "x" * padding})
     with loaded(base, dtype="bfloat16") as one, loaded(tmp_path, dtype="bfloat16") as other:
         assert torch.equal(our_states(one), our_states(other))
+
+
+@pytest.mark.parametrize("lora", ["merged", "unmerged"])
+def test_d36_weights_are_the_engines_own_and_no_file_stays_open(
+    tmp_path: Path, base: Path, package: Path, lora: str
+) -> None:
+    own_base, own_package = shutil.copytree(base, tmp_path / "base"), shutil.copytree(package, tmp_path / "package")
+    with loaded(own_package, base=str(own_base), dtype="bfloat16", lora=lora) as engine:
+        states, answers = our_states(engine), engine.score(REQUEST).answers
+        files = [*own_base.glob("*.safetensors"), *(own_package / "adapter").glob("*.safetensors")]
+        assert len(files) > 2
+        maps = Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
+        for file in files:
+            assert str(file) not in maps
+            start = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+            with file.open("r+b") as values:
+                values.seek(start)
+                values.write(bytes(file.stat().st_size - start))
+        assert torch.equal(our_states(engine), states)
+        assert engine.score(REQUEST).answers == answers
+        for file in files:
+            os.truncate(file, 0)  # a page of a mapped file that is no longer there is SIGBUS
+        assert torch.equal(our_states(engine), states)
+        assert engine.score(REQUEST).answers == answers
 
 
 # Explain and memory

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ops.delta_rule import DeltaSizes, delta_rule_reference
-from ops.tables import CHUNK, TABLE_WORDS, SegmentEntry, Source, fill
+from ops.delta_rule import delta_rule_reference
+from ops.sizes import CHUNK, DeltaSizes
+from ops.tables import TABLE_WORDS, SegmentEntry, Source, fill
 
 
 @dataclass(frozen=True)

@@ -107,8 +107,8 @@ def rows(d: Dims) -> None:
 
 
 def gdn_conv(d: Dims) -> None:
-    from ops.gdn_conv import ConvSizes
     from ops.kernels.gdn_conv import launch_gdn_conv
+    from ops.sizes import ConvSizes
 
     channels = 2 * d.keys + d.values
     proj, weight = empty(ROWS, d.proj), empty(channels, 4)
@@ -121,8 +121,8 @@ def gdn_conv(d: Dims) -> None:
 
 
 def delta_rule(d: Dims) -> None:
-    from ops.delta_rule import DeltaSizes
     from ops.kernels.delta_rule import launch_delta_rule
+    from ops.sizes import DeltaSizes
 
     qkv = empty(ROWS, 2 * d.keys + d.values)
     gates = empty(ROWS, 2 * d.value_heads + 2 * d.key_heads, dtype=torch.float32)

@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.gdn_conv import ConvSizes, gdn_conv, gdn_conv_reference, rnorm_reference
+from ops.gdn_conv import gdn_conv, gdn_conv_reference, rnorm_reference
 from ops.kernels import gdn_conv as kernels
 from ops.kernels.gdn_conv import launch_gdn_conv
-from ops.tables import CHUNK, TABLE_WORDS, SegmentEntry, Source, fill
+from ops.sizes import CHUNK, ConvSizes
+from ops.tables import TABLE_WORDS, SegmentEntry, Source, fill
 from tests.ops.test_ops_rows import ulps
 
 UNTOUCHED = 7.0
@@ -308,6 +309,20 @@ def test_extreme_gates_stay_finite_and_exact(run: Callable[..., tuple[Tensor, Te
     assert bool(got.isfinite().all())
     torch.testing.assert_close(got[:, :4].double(), g, rtol=1e-5, atol=1e-37)
     torch.testing.assert_close(got[:, 4:8].double(), beta, rtol=1e-5, atol=1e-37)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy remarks on the overflow
+@pytest.mark.parametrize("run", [gdn_conv, launch], ids=["operator", "kernel"])
+def test_d50_the_largest_a_log_makes_no_nan(run: Callable[..., tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Log decays from none to -inf, which the delta rule takes for its least one."""
+    layer = make_layer(run, device)
+    path = layer.path(4, 7)
+    path[:, layer.channels + layer.values + 4 :][:, :4] = torch.tensor([-150.0, -30.0, 0.0, 1e4])
+    layer = replace(layer, a_log=torch.full_like(layer.a_log, 88.7), dt_bias=layer.dt_bias * 0)
+    [(_, got)] = layer([segment(path)], layer.snapshots())
+    assert not bool(got.isnan().any())
+    assert bool((got[:, :3].isfinite() & (got[:, :3] <= 0)).all())
+    assert bool((got[:, 3] == -torch.inf).all())
 
 
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65])

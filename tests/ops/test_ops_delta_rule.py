@@ -1,6 +1,6 @@
 """The delta rule: equal to its token recurrence, and a row's bits know its path alone, however it was split and packed.
 
-A place is where the operator runs: its CPU kernel, or the launch function of the Triton kernels (interpreter or GPU).
+A place is where the operator runs (conftest.py): its CPU kernel, or the Triton kernels in the interpreter or on a GPU.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from ops.delta_rule import DeltaSizes, delta_rule
+from ops.delta_rule import delta_rule
+from ops.sizes import DeltaSizes
 from ops.tables import Source
 from tests.ops.delta_paths import (
     Path,
@@ -32,26 +32,6 @@ SMALL = DeltaSizes(key_heads=1, value_heads=2, key_dim=16, value_dim=16)
 SIZES = (SMALL, DeltaSizes(2, 2, 32, 16), DeltaSizes(1, 3, 16, 64))
 CUTS = (1, 2, 31, 63, 64, 65, 127, 128, 129)
 TOLERANCE = 1e-5
-
-
-@pytest.fixture(params=["operator", "kernel"])
-def place(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Place:
-    if request.param == "operator":
-        return Place(delta_rule, torch.device("cpu"))
-    from ops.kernels import delta_rule as kernels
-
-    request.getfixturevalue("guards")
-    monkeypatch.setattr(kernels, "PREPARE_PROGRAMS", 3)
-    monkeypatch.setattr(kernels, "SCAN_LANES", 2)
-
-    def launch(
-        qkv: Tensor, gates: Tensor, tail_kv: Tensor, tail_gates: Tensor, states: Tensor, tables: Tensor
-    ) -> Tensor:
-        return kernels.launch_delta_rule(
-            qkv, gates, tail_kv, tail_gates, states, tables, DeltaSizes.of(tail_gates, states)
-        )
-
-    return Place(launch, device)
 
 
 @pytest.mark.parametrize("n", SIZES, ids=str)

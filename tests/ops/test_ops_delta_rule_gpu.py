@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ops.delta_rule import DeltaSizes, delta_rule
+from ops.delta_rule import delta_rule
+from ops.sizes import DeltaSizes
 from ops.tables import Source
 from tests.ops.delta_paths import (
     Path,

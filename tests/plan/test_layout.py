@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError, RequestError
-from engine.plan.layout import ALIGNMENT, Layout, build_layout, independent_layout
+from engine.plan.layout import Layout, build_layout, independent_layout
 from engine.prompt import Prompt
-from ops.tables import CHUNK
+from ops.sizes import CHUNK
+from tests.strategies import SPLITS, requests
 
 
 def prompt(*ids: int, reads: tuple[int, ...] = ()) -> Prompt:
@@ -23,29 +24,11 @@ def common_prefix(prompts: list[Prompt]) -> int:
     return min(len(list(takewhile(lambda column: len(set(column)) == 1, columns))), min(map(len, prompts)) - 1)
 
 
-@st.composite
-def requests(draw: st.DrawFn) -> list[list[Prompt]]:
-    """Trees with prefixes around the borders; two letters only, so that branches agree by accident too."""
-    size = st.sampled_from([0, 1, 2, 31, 63, 64, 65, 127, 128, 129])
-    letters = np.random.default_rng(draw(st.integers(0, 2**16)))
-
-    def run(length: int) -> list[int]:
-        return letters.integers(0, 2, length).tolist()
-
-    state = run(draw(size))
-    questions = []
-    for _ in range(draw(st.integers(1, 4))):
-        head = state + run(draw(size))
-        tails = draw(st.lists(st.sampled_from([1, 2, 3, 64, 65]), min_size=1, max_size=4))
-        questions.append([prompt(*head, *run(length)) for length in tails])
-    return questions
-
-
 def laid_out(layout: Layout, index: int) -> list[int]:
     return [token for s in layout.path(index) for token in layout.segments[s].token_ids.tolist()]
 
 
-@given(requests(), st.sampled_from(["exact", "aligned", "independent"]))
+@given(requests(), st.sampled_from([*SPLITS, "independent"]))
 def test_segments_of_a_path_join_to_the_prompt(questions, how):
     layout = independent_layout(questions) if how == "independent" else build_layout(questions, how)
     flat = [(q, p) for q, prompts in enumerate(questions) for p in prompts]
@@ -62,7 +45,7 @@ def test_segments_of_a_path_join_to_the_prompt(questions, how):
         assert all(s.question == (-1 if s.kind == "request" else question) for s in prefixes)
 
 
-@given(requests(), st.sampled_from(["exact", "aligned"]))
+@given(requests(), st.sampled_from(SPLITS))
 def test_segments_are_ordered_and_continue_their_parent(questions, split):
     layout = build_layout(questions, split)
     kinds = [s.kind for s in layout.segments]
@@ -93,7 +76,7 @@ def test_exact_prefixes_are_the_longest_common_ones(questions):
     assert layout.question_prefix_tokens == sum(found.values())
 
 
-@given(requests(), st.sampled_from(["exact", "aligned"]))
+@given(requests(), st.sampled_from(SPLITS))
 def test_without_question_prefixes_all_branches_hang_under_the_request_prefix(questions, split):
     layout, usual = build_layout(questions, split, question_prefixes=False), build_layout(questions, split)
     assert layout.request_prefix_tokens == usual.request_prefix_tokens
@@ -130,17 +113,10 @@ def test_order_of_questions_and_prompts_moves_nothing_but_the_order(questions, s
         assert [after.segments[s].start for s in after.path(new)] == old
 
 
-@given(requests(), st.data())
-def test_reads_name_the_row_of_their_position(questions, data):
-    marked = [
-        [
-            Prompt(p.token_ids, tuple(sorted(data.draw(st.sets(st.integers(0, len(p) - 1), min_size=1, max_size=5)))))
-            for p in prompts
-        ]
-        for prompts in questions
-    ]
-    layout = build_layout(marked, data.draw(st.sampled_from(["exact", "aligned"])))
-    for index, p in enumerate(p for prompts in marked for p in prompts):
+@given(requests(), st.sampled_from(SPLITS))
+def test_reads_name_the_row_of_their_position(questions, split):
+    layout = build_layout(questions, split)
+    for index, p in enumerate(p for prompts in questions for p in prompts):
         assert all(s in layout.path(index) for s, _ in layout.reads[index])
         assert all(0 <= row < layout.segments[s].length for s, row in layout.reads[index])
         assert tuple(layout.segments[s].start + row for s, row in layout.reads[index]) == p.reads
@@ -220,10 +196,6 @@ def test_aligned_question_prefix_begins_where_the_request_prefix_was_cut():
     questions = [[prompt(*state, *head, 1), prompt(*state, *head, 2)], [prompt(*state, 7)]]
     expected = [("request", 0, 64), ("question", 64, 64), ("branch", 128, 3), ("branch", 128, 3), ("branch", 64, 37)]
     assert shape(build_layout(questions, "aligned")) == expected
-
-
-def test_alignment_is_the_chunk_of_the_delta_rule():
-    assert ALIGNMENT == CHUNK
 
 
 def test_independent_shares_nothing():

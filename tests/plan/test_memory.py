@@ -106,7 +106,8 @@ def test_the_pool_of_graphs_holds_the_activations_of_the_largest() -> None:
 def test_a_plan_reads_as_its_figures() -> None:
     plan = MemoryPlan(weights=3 * GIB, snapshots=GIB // 2, pass_scratch=GIB, results=0, graphs=0, workspace=GIB // 4)
     assert str(plan) == (
-        "4.75 GiB (weights 3.00, snapshots 0.50, pass scratch 1.00, results 0.00, graphs 0.00, workspace 0.25)"
+        "4.75 GiB (weights 3.00, snapshots 0.50, pass scratch 1.00, results 0.00, graphs 0.00, workspace 0.25, "
+        "others 0.00)"
     )
 
 
@@ -204,8 +205,25 @@ def test_weights_above_the_limit_are_refused_before_they_are_loaded(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr("engine.engine.load_weights", never)
+    monkeypatch.setattr("engine.assembly.load_weights", never)
     with pytest.raises(CapacityError, match=r"this needs 0\.\d+ GiB .* above memory\.limit_gib=0\.01"):
         loaded(cache_dir, 0.01)
     with pytest.raises(CapacityError, match=r"this needs 14\.\d+ GiB .* above memory\.limit_gib=8"):
         loaded(cache_dir, 8, model="9b", checkpoint="random")
+
+
+def test_other_engines_on_the_device_count_with_their_weights_once(cache_dir: str) -> None:
+    with loaded(cache_dir, None) as one:
+        weights = one.dimensions.weight_bytes(4).total
+        first = one.forward(one.prompts(REQUEST)).memory
+        assert first.others == 0
+        with one.like(schedule="tree") as two:
+            beside = two.forward(two.prompts(REQUEST)).memory
+            assert beside.others == first.above_weights
+            assert one.forward(one.prompts(REQUEST)).memory.others == beside.above_weights
+            with loaded(cache_dir, None, seed=1) as three:
+                found = three.forward(three.prompts(REQUEST)).memory
+                assert found.others == weights + first.above_weights + beside.above_weights
+        assert one.forward(one.prompts(REQUEST)).memory.others == 0
+        with pytest.raises(CapacityError, match=r"others 0\.\d+\), above memory\.limit_gib"):
+            loaded(cache_dir, (first.total * 1.5) / GIB, seed=1)

@@ -14,9 +14,8 @@ from engine.errors import CapacityError
 from engine.plan.layout import Layout, build_layout, independent_layout
 from engine.plan.schedule import BufferSizes, Limits, Pass, Plan, plan_passes
 from engine.prompt import Prompt
+from ops.sizes import CHUNK, CONV_HISTORY
 from ops.tables import (
-    CHUNK,
-    CONV_HISTORY,
     MAX_SEGMENTS,
     PACKED,
     SEG_CHUNK_OWN,
@@ -37,8 +36,8 @@ from ops.tables import (
     fill,
     virtual_rows,
 )
+from tests.strategies import SCHEDULES, SPLITS, limited_requests, requests
 
-SCHEDULES = ("independent", "batched", "levels", "tree")
 KV = (SEG_KV_REQUEST, SEG_KV_QUESTION, SEG_KV_OWN)
 TAIL = (SEG_CHUNK_REQUEST, SEG_CHUNK_QUESTION, SEG_CHUNK_OWN)
 CONV = (SEG_CONV_REQUEST, SEG_CONV_QUESTION, SEG_CONV_OWN)
@@ -155,41 +154,10 @@ def ids(*parts: list[int]) -> Prompt:
     return Prompt(np.array(list(chain(*parts)), np.int32))
 
 
-@st.composite
-def requests(draw: st.DrawFn) -> list[list[Prompt]]:
-    """A state, questions with heads of their own or none, candidates that part at once; lengths around borders."""
-    size = st.sampled_from([0, 1, 2, 30, 63, 64, 65, 130])
-    fresh = iter(range(1, 1_000_000))
-
-    def run(length: int) -> list[int]:
-        return [next(fresh) for _ in range(length)]
-
-    state = run(draw(size))
-    questions = []
-    for _ in range(draw(st.integers(1, 6))):
-        head = run(draw(size))
-        tails = draw(st.lists(st.sampled_from([1, 2, 3, 60, 64, 65]), min_size=1, max_size=4))
-        questions.append([ids(state, head, run(length)) for length in tails])
-    if draw(st.booleans()):
-        marked = questions[0][0]
-        questions[0][0] = Prompt(marked.token_ids, tuple(sorted({0, len(marked) // 2, len(marked) - 1})))
-    return questions
-
-
-@st.composite
-def limits(draw: st.DrawFn) -> Limits:
-    return Limits(
-        rows=draw(st.sampled_from([400, 500, 1_000])),  # the longest prompt has 325
-        segments=draw(st.integers(1, 8)),
-        chunks=draw(st.sampled_from([8, 9, 20])),  # and touches 6
-        reads=draw(st.integers(3, 8)),
-        question_snapshots=draw(st.integers(1, 4)),
-    )
-
-
 @settings(max_examples=120, deadline=None)
-@given(requests(), limits(), st.sampled_from(SCHEDULES[:3]), st.sampled_from(["exact", "aligned"]))
-def test_every_segment_runs_once_within_the_limits_and_finds_what_it_reads(questions, limits, schedule, split):
+@given(limited_requests(), st.sampled_from(SCHEDULES[:3]), st.sampled_from(SPLITS))
+def test_every_segment_runs_once_within_the_limits_and_finds_what_it_reads(limited, schedule, split):
+    questions, limits = limited
     layout = laid_out(questions, schedule, split)
     plan = plan_passes(layout, schedule=schedule, pack="all", limits=limits)
     followed(layout, plan)
@@ -210,7 +178,7 @@ def test_every_segment_runs_once_within_the_limits_and_finds_what_it_reads(quest
 
 
 @settings(max_examples=60, deadline=None)
-@given(requests(), st.sampled_from(["exact", "aligned"]))
+@given(requests(), st.sampled_from(SPLITS))
 def test_a_tree_is_one_pass_with_parents_before_children(questions, split):
     layout = laid_out(questions, "tree", split)
     plan = plan_passes(layout, schedule="tree", pack="all", limits=Limits())

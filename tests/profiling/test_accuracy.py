@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "profiling"))  # scripts, not a package
-
-import accuracy
+from bench_options import BenchConfig
+from cases import accuracy
 
 from engine.load.checkpoint import RandomWeights
 from engine.load.dimensions import ModelDimensions
+from engine.load.tensors import Weights
 from engine.load.weights import load_weights
-from engine.run.model import Weights
-from ops.linear import linear_fixed
+from tests.engine.engine_support import cache_dir
 from tests.support import small_config
 
 DIMENSIONS = ModelDimensions.from_config(small_config())
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    device = torch.device("cpu")
+    source = RandomWeights(DIMENSIONS, seed=0, dtype=torch.bfloat16, device=device)
+    return load_weights(source.tensor, DIMENSIONS, dtype=torch.bfloat16, device=device, positions=256)
 
 
 def test_prompts_span_the_lengths_and_read_their_last_row() -> None:
@@ -30,30 +33,27 @@ def test_prompts_span_the_lengths_and_read_their_last_row() -> None:
     assert all(p.reads[-1] == len(p) - 1 and len(p.reads) <= accuracy.ROWS for p in prompts)
 
 
-@pytest.fixture(scope="module")
-def weights() -> tuple[Weights, Weights]:
-    """The same values in bfloat16 and in float32."""
-    source = RandomWeights(DIMENSIONS, seed=0, dtype=torch.bfloat16, device=torch.device("cpu"))
-    where = {"device": torch.device("cpu"), "positions": 256}
-    bf16 = load_weights(source.tensor, DIMENSIONS, dtype=torch.bfloat16, **where)
-    return bf16, load_weights(source.tensor, DIMENSIONS, dtype=torch.float32, **where)
-
-
-def test_bfloat16_moves_both_about_as_far_from_a_reference_that_transformers_confirms(
-    weights: tuple[Weights, Weights],
-) -> None:
+def test_bfloat16_moves_both_about_as_far_from_a_reference_that_transformers_confirms(weights: Weights) -> None:
     prompts = [p for p in accuracy.prompts_of(12, 512) if len(p) <= 200]
-    found = accuracy.compared(*weights, DIMENSIONS, linear_fixed, "torch", prompts)
+    exact = accuracy.in_float32(weights, DIMENSIONS)
+    found = accuracy.compared(weights, exact, DIMENSIONS, "fixed", "torch", prompts)
     assert found["transformers float32"].max() < 1e-5
     for who in ("engine", "transformers"):
         assert 1e-3 < found[who].min() <= found[who].max() < 5e-2
     assert np.median(found["engine"] / found["transformers"]) < 1.3
 
 
-def test_a_wrong_weight_is_seen(weights: tuple[Weights, Weights]) -> None:
-    bf16, exact = weights
-    spoiled = replace(bf16, norm_h=bf16.norm_h + 0.1)
+def test_a_wrong_weight_is_seen(weights: Weights) -> None:
+    spoiled, exact = replace(weights, norm_h=weights.norm_h + 0.1), accuracy.in_float32(weights, DIMENSIONS)
     prompts = accuracy.prompts_of(12, 512)[:3]
-    found = accuracy.compared(spoiled, exact, DIMENSIONS, linear_fixed, "torch", prompts)
-    good = accuracy.compared(bf16, exact, DIMENSIONS, linear_fixed, "torch", prompts)
+    found, good = (accuracy.compared(w, exact, DIMENSIONS, "fixed", "torch", prompts) for w in (spoiled, weights))
     assert (found["engine"] > 2 * good["engine"]).all()
+
+
+def test_the_case_runs_on_the_tiny_model_and_keeps_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accuracy, "LONGEST", 64)
+    monkeypatch.setattr(accuracy, "BOUNDS", {"median": 0.0, "largest": 9.0})
+    config = BenchConfig(case="accuracy", device="cpu", cache_dir=cache_dir().name, prompts=3)
+    failed = {r.configuration["who"]: r.failed for r in accuracy.measure(config) if r.failed}
+    assert list(failed) == ["ratio"]
+    assert failed["ratio"].endswith("above 0.0")

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "profiling"))  # scripts, not a package
-
-import gates
-from compare_journal import Cell, RequestFacts
-from compare_options import EXACT_ARMS, GatesConfig
+from comparison import gates
+from comparison.journal import Cell, RequestFacts
+from comparison.options import GatesConfig
 
 from engine.wire.answers import Head
 from engine.wire.requests import parse_request
@@ -28,6 +22,10 @@ def cell(arm: str, **changes: Any) -> Cell:
     candidates = changes.pop("candidates", len(changes.get("bits", "?")))
     run = changes.pop("candidates_run", candidates)
     return Cell(arm=arm, candidates=candidates, candidates_run=run, **{**values, **changes})
+
+
+def replace(line: Any, **changes: Any) -> Any:
+    return line.model_copy(update=changes)
 
 
 def facts_of(set_name: str, candidates: int, prefix: int) -> RequestFacts:
@@ -71,9 +69,7 @@ def test_speed_is_the_ratio_of_the_means_of_measured_passes() -> None:
         cell("independent", pass_number=1, samples_ms=[6.0]),
     ]
     verdict = gates.speedup(facts, cells, limits)
-    assert verdict == gates.Verdict(
-        gate="speed-up", subject="r", outcome="passed", detail="2.00 times (3.00 ms against 6.00 ms)"
-    )
+    assert verdict == gates.Verdict("speed-up", "r", "passed", "2.00 times (3.00 ms against 6.00 ms)")
     slow = [*cells[:-1], replace(cells[-1], samples_ms=[5.9])]
     assert gates.speedup(facts, slow, limits).outcome == "failed"  # type: ignore[union-attr]
     assert gates.speedup(facts, cells[:-1], limits).outcome == "not evaluated"  # type: ignore[union-attr]
@@ -101,7 +97,7 @@ def test_m4_is_the_mean_over_all_its_requests() -> None:
 
 def test_a_few_candidates_are_scaled_to_all() -> None:
     few = cell("plain", candidates=8, candidates_run=2, pass_number=1, samples_ms=[3.0])
-    assert gates.pass_means([few], "plain") == [12.0]
+    assert gates.mean_ms([few], "plain") == 12.0
     assert not few.whole
 
 
@@ -111,8 +107,8 @@ def test_distances_by_hand() -> None:
     a = torch.tensor([[3.0, 4.0], [1.0, 0.0], [0.1, 0.0]])
     b = torch.tensor([[3.0, 4.0], [0.0, 0.0], [-0.9, 1.0]])
     b[1, 0] = 5.0
-    facts = replace(facts_of("m2", 3, 1), request="r")
-    apart = gates.difference(request, {"x": a, "y": b}, ("x", "y"), head, facts=facts, close=1e-3)
+    facts = facts_of("m2", 3, 1)
+    apart = gates.difference(facts, request, {"x": a, "y": b}, ("x", "y"), head, 1e-3)
     assert apart.identical == 1
     assert apart.hidden == [0.0, 0.8, pytest.approx((2 / 1.81) ** 0.5, rel=1e-3)]
     assert apart.head == 4.0
@@ -120,12 +116,5 @@ def test_distances_by_hand() -> None:
     assert (apart.decisions, apart.decisions_equal, apart.probabilities) == (2, 0, 3)
     sigmoid = torch.sigmoid(torch.tensor([1.0, -1.0], dtype=torch.float64))
     assert apart.probability == pytest.approx(float(sigmoid[0] - sigmoid[1]), abs=1e-6)
-    cut = gates.difference(request, {"x": a, "y": b[:2]}, ("x", "y"), head, facts=facts, close=1e-3)
+    cut = gates.difference(facts, request, {"x": a, "y": b[:2]}, ("x", "y"), head, 1e-3)
     assert (cut.decisions, len(cut.hidden)) == (1, 2)
-
-
-def test_arms_that_must_have_equal_bits() -> None:
-    assert set(EXACT_ARMS) == {
-        "base", "independent", "batched", "levels_one", "levels", "tree", "aligned", "gemm_fixed", "compiled",
-        "eager",
-    }  # fmt: skip

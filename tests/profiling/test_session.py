@@ -1,30 +1,23 @@
-"""Profiling sessions on a CPU: the trace and what is kept beside it, and the scripts around the profilers."""
+"""Profiling sessions on a CPU: the trace and what is kept beside it; and the summary of Nsight Compute's page."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ncu_summary
 import pytest
+import session
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "profiling"))  # scripts, not a package
-
-import ncu_summary
-import session
-from manifest import Workload
 from session import SessionConfig
+from workloads import Workload
 
 from engine import Engine
 from engine.cli import to_config
@@ -32,63 +25,43 @@ from engine.errors import ConfigError
 from engine.run import ranges
 from tests.engine.engine_support import TICKET, cache_dir
 
-PROFILING = Path(session.__file__).parent
-SCRIPTS = ("nsys.sh", "ncu.sh")
-TOOLS = {"nsys.sh": "nsys", "ncu.sh": "ncu"}
-NAMED = Workload(name="m1/ticket", set="m1", body=TICKET, sha256="ab12", candidates=6)
-HEADER = (
-    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device",'
-    '"CC","Section Name","Metric Name","Metric Unit","Metric Value"\n'
-)
+NAMED = Workload(
+    name="m1/ticket", body=TICKET, sha256="ab12", questions=3, candidates=6, logical_tokens=1, unique_tokens=1,
+    shared_prefix=1, longest_prompt=1,
+)  # fmt: skip
 
 
-@pytest.fixture
-def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One known workload instead of the manifest's, and no ranges afterwards."""
-    monkeypatch.setattr(ranges, "_sink", None)
-    monkeypatch.setattr(session, "workloads", lambda sets: [NAMED] if "m1" in sets else [])
-
-
-def config(folder: Path, **options: Any) -> SessionConfig:
-    made = {"device": "cpu", "cache_dir": cache_dir().name, "workload": "m1/ticket", "out": str(folder)}
-    return SessionConfig(**(made | options))
-
-
-@pytest.mark.usefixtures("_restored")
 class TestSession:
-    def test_the_trace_has_the_ranges_and_their_numbers(self, tmp_path: Path) -> None:
-        err = io.StringIO()
-        chosen = config(tmp_path / "new" / "out", trace=True, repeats=2, schedule="tree")
-        assert session.session(chosen, load=Engine.load, stderr=err) == 0
+    @pytest.fixture(autouse=True)
+    def _restored(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One known workload, and no ranges afterwards."""
+        monkeypatch.setattr(ranges, "_sink", None)
+        monkeypatch.setattr(session, "workload_named", lambda name: NAMED)
+
+    @staticmethod
+    def run(folder: Path, **options: Any) -> int:
+        made = {"device": "cpu", "cache_dir": cache_dir().name, "out": str(folder), **options}
+        return session.session(SessionConfig(**made), load=Engine.load, stderr=io.StringIO())
+
+    def test_the_trace_has_one_run_with_its_ranges_and_no_shapes(self, tmp_path: Path) -> None:
         out = tmp_path / "new" / "out"
-        assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "session.json", "trace.json"]
+        assert self.run(out, trace=True, schedule="tree") == 0
+        assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "session.json", "trace.json.gz"]
         facts = json.loads((out / "session.json").read_text())
         assert (facts["workload"], facts["sha256"], facts["candidates"]) == ("m1/ticket", "ab12", 6)
-        assert len(facts["profiled_ms"]) == 2
-        assert facts["environment"]["torch"] == torch.__version__
-        events = json.loads((out / "trace.json").read_text())["traceEvents"]
-        requests, passes = (
+        assert len(facts["profiled_ms"]) == 1
+        kept = to_config(OmegaConf.load(out / "config.yaml"), SessionConfig)  # type: ignore[arg-type]
+        assert (kept.gemm, kept.schedule, kept.nvtx) == ("fixed", "tree", False), "what ran, not what was asked for"
+        events = json.loads(gzip.decompress((out / "trace.json.gz").read_bytes()))["traceEvents"]
+        [outer], [inner] = (
             [e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(kind)]
             for kind in ("request ", "tree ")
         )
-        assert len(requests) == len(passes) == 2
-        for outer, inner in zip(requests, passes, strict=True):
-            assert "name=m1/ticket schedule=tree" in outer["name"]
-            [rows] = re.findall(r" rows=(\d+) ", inner["name"])
-            assert int(rows) == facts["rows"]["tree"]
-            assert re.search(r" rung=\d+ segments=\d+ ", inner["name"])
-            assert outer["ts"] <= inner["ts"]
-            assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
-        numbers = [re.findall(r"request=(\d+)", event["name"]) for event in (*requests, *passes)]
-        assert numbers[:2] == numbers[2:]
-        assert numbers[0] != numbers[1]
-
-    def test_the_configuration_kept_is_the_one_that_ran(self, tmp_path: Path) -> None:
-        chosen = config(tmp_path, repeats=1, split="aligned")
-        session.session(chosen, load=Engine.load, stderr=io.StringIO())
-        kept = to_config(OmegaConf.load(tmp_path / "config.yaml"), SessionConfig)  # type: ignore[arg-type]
-        assert (kept.split, kept.gemm, kept.schedule, kept.nvtx) == ("aligned", "fixed", "levels", True)
-        assert kept == replace(chosen, **{k: getattr(kept, k) for k in ("dtype", "gemm", "schedule", "graphs", "nvtx")})
+        assert "name=m1/ticket schedule=tree" in outer["name"]
+        assert f" rows={facts['rows']['tree']} " in inner["name"]
+        assert outer["ts"] <= inner["ts"]
+        assert inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
+        assert not any({"Input Dims", "Call stack", "Bytes"} & set(event.get("args", {})) for event in events)
 
     def test_only_the_steady_runs_are_in_the_capture_range(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,249 +79,51 @@ class TestSession:
         monkeypatch.setattr(torch.cuda.profiler, "stop", partial(order.append, "stop"))
         on_gpu = session._capture_range
         monkeypatch.setattr(session, "_capture_range", lambda device: on_gpu("cuda:0"))
-        session.session(config(tmp_path, repeats=2), load=Engine.load, stderr=io.StringIO())
+        self.run(tmp_path, repeats=2)
         assert order == [*["warm-up"] * 2, "wait", "start", *["m1/ticket"] * 2, "wait", "stop"]
 
-    def test_a_session_that_fails_keeps_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken(*_: Any, **__: Any) -> Any:
-            raise RuntimeError
 
-        monkeypatch.setattr(Engine, "forward", broken)
-        with pytest.raises(RuntimeError):
-            session.session(config(tmp_path, trace=True), load=Engine.load, stderr=io.StringIO())
-        assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            ({"workload": "m1/ticke"}, r"workload=m1/ticke is not in the manifest; did you mean 'm1/ticket'\?"),
-            ({"workload": "m9/x"}, r"workload=m9/x is not in the manifest; names look like"),
-            ({"out": None}, "out is missing; name a folder"),
-            ({"out": "/dev/null/x"}, "out=/dev/null/x: Not a directory"),
-        ],
-    )
-    def test_what_cannot_work_is_refused_before_loading(
-        self, tmp_path: Path, wrong: dict[str, Any], message: str
-    ) -> None:
+def test_options(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").touch()
+    for out, message in ((None, "out is missing"), (str(tmp_path), "holds an earlier session; name another folder")):
         with pytest.raises(ConfigError, match=message):
-            session.session(config(tmp_path, **wrong), load=pytest.fail, stderr=io.StringIO())  # type: ignore[arg-type]
-
-    def test_a_folder_with_a_session_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").touch()
-        with pytest.raises(ConfigError, match="holds an earlier session; name another folder"):
-            session.session(config(tmp_path), load=pytest.fail, stderr=io.StringIO())  # type: ignore[arg-type]
-
-
-def test_no_repeats_is_refused() -> None:
-    with pytest.raises(ConfigError, match="repeats=0 is not a whole number of at least 1"):
-        SessionConfig(repeats=0)
-
-
-def test_the_yaml_repeats_every_default() -> None:
+            session.session(SessionConfig(device="cpu", out=out), load=pytest.fail, stderr=io.StringIO())  # type: ignore[arg-type]
     with initialize_config_module("configs", version_base=None):
         composed = compose("session")
     assert OmegaConf.to_container(composed) == OmegaConf.to_container(OmegaConf.structured(SessionConfig))
-    assert to_config(composed, SessionConfig) == SessionConfig()
+    assert session.workload_named(SessionConfig().workload).candidates == 32
 
 
-def test_the_default_workload_is_in_the_manifest() -> None:
-    workload = session.workload_named(SessionConfig().workload)
-    assert (workload.name, workload.candidates) == ("m1/1024x32", 32)
+SPEED, LAUNCH = "GPU Speed Of Light Throughput", "Launch Statistics"
 
 
-def launch(id: int, kernel: str, us: float, *, sm: float = 50, static: int = 0, omit: str = "") -> str:
-    """The lines of one launch, as the tool writes them; every second metric is one that the summary passes over."""
-    speed, occupancy, statistics = "GPU Speed Of Light Throughput", "Occupancy", "Launch Statistics"
+def launch(id: int, kernel: str, us: float, *, sm: float = 50, static: int = 0) -> str:
+    """The lines of one launch, as the tool writes them, with some that the summary passes over."""
     metrics = [
-        (speed, "DRAM Frequency", "hz", "3,200,000,000"), (speed, "Duration", "ns", f"{us * 1000:,.0f}"),
-        (speed, "Compute (SM) Throughput", "%", f"{sm:.2f}"), (speed, "Memory Throughput", "%", "71.00"),
-        (speed, "DRAM Throughput", "%", "40.00"), ("Memory Workload Analysis", "Memory Throughput", "byte/s", "9,999"),
-        (occupancy, "Achieved Occupancy", "%", "24.50"), (occupancy, "Theoretical Occupancy", "%", "25.00"),
-        (statistics, "Registers Per Thread", "register/thread", "128"),
-        (statistics, "Static Shared Memory Per Block", "byte/block", f"{static:,}"),
-        (statistics, "Dynamic Shared Memory Per Block", "byte/block", "65,536"),
+        (SPEED, "DRAM Frequency", "hz", "3,200,000,000"), (SPEED, "Duration", "ns", f"{us * 1000:,.0f}"),
+        (SPEED, "Compute (SM) Throughput", "%", f"{sm:.2f}"), (SPEED, "Memory Throughput", "%", "71.00"),
+        (SPEED, "DRAM Throughput", "%", "40.00"), ("Memory Workload Analysis", "Memory Throughput", "byte/s", "9,999"),
+        ("Occupancy", "Achieved Occupancy", "%", "24.50"), (LAUNCH, "Registers Per Thread", "register/thread", "128"),
+        (LAUNCH, "Static Shared Memory Per Block", "byte/block", f"{static:,}"),
+        (LAUNCH, "Dynamic Shared Memory Per Block", "byte/block", "65,536"),
     ]  # fmt: skip
-    place = f'"77","python3","127.0.0.1","{kernel}","1","7","(128, 1, 1)","(264, 1, 1)","0","9.0"'
-    lines = [f'"{id}",{place},"{s}","{m}","{u}","{v}"\n' for s, m, u, v in metrics if m != omit]
-    return "".join(lines)
+    return "".join(f'"{id}","77","{kernel}","{s}","{m}","{u}","{v}"\n' for s, m, u, v in metrics)
 
 
-@pytest.fixture
-def metrics(tmp_path: Path) -> Path:
+def test_launches_of_a_name_are_one_line_weighted_by_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.csv"
+    header = '"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"\n'
     launches = [launch(0, "scan, leaves", 1, sm=20), launch(1, "gemm", 300), launch(2, "scan, leaves", 3, sm=60)]
-    path.write_text("==WARNING== a word first\n" + HEADER + "".join(launches) + launch(3, "gemm", 100, static=1024))
-    return path
-
-
-class TestNcuSummary:
-    def test_launches_of_a_name_are_one_line(self, metrics: Path) -> None:
-        gemm, scan = ncu_summary.kernels_of(ncu_summary.launches_of(metrics))
-        assert (gemm.name, gemm.launches, gemm.us) == ("gemm", 2, pytest.approx(400))
-        assert (scan.name, scan.launches, scan.us) == ("scan, leaves", 2, pytest.approx(4))
-        assert scan.sm == pytest.approx((1 * 20 + 3 * 60) / 4), "weighted by time"
-        assert (scan.dram, scan.occupancy, scan.registers) == (pytest.approx(40), pytest.approx(24.5), 128)
-        assert (scan.shared_bytes, gemm.shared_bytes) == (65_536, 65_536 + 1_024)
-
-    def test_the_table_has_every_kernel_and_its_share(self, metrics: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert ncu_summary.main([str(metrics)]) == 0
-        head, *lines = capsys.readouterr().out.splitlines()
-        assert re.split(r"  +", head)[1:5] == ["launches", "us", "us each", "share %"]
-        assert re.split(r"  +", lines[0]) == [
-            "gemm", "2", "400.0", "200.0", "99.0", "50.0", "40.0", "24.5", "128", "65.0",
-        ]  # fmt: skip
-        assert len(lines) == 2
-
-    @pytest.mark.parametrize(
-        ("change", "message"),
-        [
-            (lambda text: "", "no column 'ID'; write it with ncu --page details --csv"),
-            (lambda text: text.replace("Section Name", "Rule"), "no column 'Section Name'"),
-            (lambda text: text.replace('"ns"', '"cycle"'), "Duration in 'cycle'; write it with ncu --print-units base"),
-            (lambda text: text.replace('"24.50"', '"n/a"'), "launch 0, Achieved Occupancy is 'n/a', not a number"),
-            (lambda text: text + launch(4, "odd", 1, omit="Duration"), "launch 4 has no 'Duration'"),
-        ],
-        ids=["empty", "columns", "units", "values", "missing"],
-    )
-    def test_other_files_are_refused_in_one_line(
-        self, metrics: Path, capsys: pytest.CaptureFixture[str], change: Any, message: str
-    ) -> None:
-        metrics.write_text(change(metrics.read_text()))
-        assert ncu_summary.main([str(metrics)]) == 2
-        captured = capsys.readouterr()
-        assert message in captured.err
-        assert captured.err.count("\n") == 1
-        assert captured.out == ""
-
-    def test_a_file_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert ncu_summary.main([str(tmp_path / "none.csv")]) == 2
-        assert "No such file" in capsys.readouterr().err
-
-
-# A stand-in for both tools. Profiling writes the report named in its options; reading one prints the file in $TABLE.
-TOOL = """#!/usr/bin/env bash
-echo "$(basename "$0") $*" >>"$CALLS"
-[ "$1" != stats ] && [ "$1" != --import ] || { cat "$TABLE"; exit; }
-[ -z "${FAIL:-}" ] || exit "$FAIL"
-[ -z "${NO_REPORT:-}" ] || exit 0
-for word in "$@"; do
-    case $word in --output=*) echo bits >"${word#*=}" ;; *.ncu-rep) echo bits >"$word" ;; esac
-done
-"""
-
-
-@pytest.fixture
-def shell(tmp_path: Path, metrics: Path) -> dict[str, str]:
-    """An environment with stand-ins for the tools; what they are called with is in $CALLS."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for name in TOOLS.values():
-        (tools / name).write_text(TOOL)
-        (tools / name).chmod(0o755)
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    return {
-        **os.environ,
-        "PATH": path,
-        "PYTHON": sys.executable,
-        "CALLS": str(tmp_path / "calls"),
-        "TABLE": str(metrics),
-    }
-
-
-def call(script: str, *words: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([PROFILING / script, *words], env=env, capture_output=True, text=True, check=False)
-
-
-scripts = pytest.mark.parametrize("script", SCRIPTS)
-
-
-class TestScripts:
-    @scripts
-    def test_a_report_its_summary_and_nothing_else(self, script: str, shell: dict[str, str], tmp_path: Path) -> None:
-        out = tmp_path / "a folder"
-        done = call(script, "model=tiny", f"out={out}", env=shell)
-        assert done.returncode == 0, done.stderr
-        extra = ["metrics.csv"] if script == "ncu.sh" else []
-        assert sorted(path.name for path in out.iterdir()) == [*extra, f"report.{TOOLS[script]}-rep", "summary.txt"]
-        if script == "ncu.sh":
-            assert "scan, leaves" in (out / "summary.txt").read_text()
-            assert (out / "metrics.csv").read_text() == Path(shell["TABLE"]).read_text()
-        profiled, *_ = Path(shell["CALLS"]).read_text().splitlines()
-        assert f"{PROFILING / 'session.py'} model=tiny out={out}" in profiled
-
-    @scripts
-    def test_a_dry_run_prints_the_commands_and_leaves_nothing(
-        self, script: str, shell: dict[str, str], tmp_path: Path
-    ) -> None:
-        out = tmp_path / "out"
-        nowhere = {**shell, "PATH": os.environ["PATH"]}
-        done = call(script, "--dry-run", "model=tiny", f"out={out}", env=nowhere)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert not out.exists()
-        first = done.stdout.splitlines()[0]
-        wanted = {
-            "nsys.sh": ["--cuda-graph-trace=node", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"],
-            "ncu.sh": ["--profile-from-start off", "--clock-control none", "graphs=compiled repeats=1"],
-        }
-        assert all(option in first for option in [*wanted[script], "session.py model=tiny"])
-
-    @scripts
-    def test_without_the_tool_one_line_and_code_2(self, script: str, shell: dict[str, str], tmp_path: Path) -> None:
-        bare = {**shell, "PATH": str(tmp_path / "empty")}
-        (tmp_path / "empty").mkdir()
-        for name in ("bash", "dirname", "basename"):
-            (tmp_path / "empty" / name).symlink_to(str(shutil.which(name)))
-        done = call(script, "model=tiny", f"out={tmp_path / 'out'}", env=bare)
-        product = {"nsys.sh": "Nsight Systems", "ncu.sh": "Nsight Compute"}[script]
-        assert done.returncode == 2
-        assert done.stderr == (
-            f"{script}: {TOOLS[script]} is not on the PATH; install NVIDIA's {product} or add its folder to PATH\n"
-        )
-        assert not (tmp_path / "out").exists()
-
-    @scripts
-    def test_a_session_that_fails_gives_its_code_and_leaves_no_report(
-        self, script: str, shell: dict[str, str], tmp_path: Path
-    ) -> None:
-        done = call(script, f"out={tmp_path / 'out'}", env={**shell, "FAIL": "7"})
-        assert done.returncode == 7
-        assert list((tmp_path / "out").iterdir()) == []
-
-    def test_no_kernel_is_said(self, shell: dict[str, str], tmp_path: Path) -> None:
-        done = call("ncu.sh", f"out={tmp_path / 'out'}", env={**shell, "NO_REPORT": "1"})
-        assert (done.returncode, done.stderr) == (1, "ncu.sh: no kernel was measured, so there is no report\n")
-
-    def test_kernels_are_chosen(self, shell: dict[str, str]) -> None:
-        options = ["--kernels", "scan|gemm", "--skip", "5", "--count", "7"]
-        done = call("ncu.sh", *options, "--dry-run", "out=/nowhere/x", env=shell)
-        assert "--launch-skip 5 --launch-count 7 --kernel-name regex:scan\\|gemm " in done.stdout
-
-    @pytest.mark.parametrize(
-        ("script", "words", "message"),
-        [
-            ("nsys.sh", ["model=tiny"], "out is missing"),
-            ("nsys.sh", ["out=/nowhere/x", "trace=true"], "two profilers cannot watch one process"),
-            ("ncu.sh", ["out=/nowhere/x", "graphs=captured"], "graphs= is fixed here"),
-            ("ncu.sh", ["--count", "0", "out=/nowhere/x"], "--count 0 is not a whole number of at least 1"),
-            ("ncu.sh", ["--kernels"], "--kernels needs a value"),
-            ("ncu.sh", ["--kernel", "x"], "--kernel is not an option"),
-        ],
-    )
-    def test_wrong_options(self, script: str, words: list[str], message: str, shell: dict[str, str]) -> None:
-        done = call(script, *words, env=shell)
-        assert done.returncode == 2
-        assert message in done.stderr
-        assert done.stderr.count("\n") == 1
-
-    @scripts
-    def test_an_earlier_session_is_kept(self, script: str, shell: dict[str, str], tmp_path: Path) -> None:
-        (tmp_path / "config.yaml").touch()
-        done = call(script, f"out={tmp_path}", env=shell)
-        assert done.returncode == 2
-        assert "holds an earlier session" in done.stderr
-
-    @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
-    def test_shellcheck_finds_nothing(self) -> None:
-        names = sorted(str(path) for path in PROFILING.glob("*.sh"))
-        done = subprocess.run(["shellcheck", "-x", *names], cwd=PROFILING.parent, capture_output=True, check=False)
-        assert done.returncode == 0, done.stdout.decode()
+    path.write_text("==WARNING== a word first\n" + header + "".join(launches) + launch(3, "gemm", 100, static=1024))
+    assert ncu_summary.main(str(path)) == 0
+    head, *lines = (re.split(r"  +", line) for line in capsys.readouterr().out.splitlines())
+    assert head == list(ncu_summary.HEADERS)
+    assert lines == [
+        ["gemm", "2", "400.0", "200.0", "99.0", "50.0", "40.0", "24.5", "128", "65.0"],
+        ["scan, leaves", "2", "4.0", "2.0", "1.0", "50.0", "40.0", "24.5", "128", "64.0"],
+    ]
+    for change in (("Section Name", "Rule"), ('"ns"', '"cycle"'), ('"24.50"', '"n/a"'), ('"ID"', "")):
+        other = tmp_path / "other.csv"
+        other.write_text(path.read_text().replace(*change))
+        assert ncu_summary.main(str(other)) == 2
+        assert "not a details page" in capsys.readouterr().err

@@ -26,14 +26,12 @@ from engine.wire.answers import ChoiceAnswer
 from engine.wire.letters import (
     LETTER_IDS,
     LETTERS,
+    Letters,
     LettersHead,
-    letter_answers,
     letter_ids,
-    letter_prompts,
-    parse_letters,
     read_system_message,
 )
-from engine.wire.requests import Choice
+from engine.wire.requests import Choice, Request
 from engine.wire.tokens import Tokens
 from tests.load.package_support import CUA, write_adapter, write_base
 from tests.wire.qwen_vocabulary import qwen_tokens
@@ -60,9 +58,25 @@ def request(**questions: Any) -> dict[str, Any]:
     return {"state": "s", "questions": questions}
 
 
+def processor(tokens: Tokens | None = None, *, max_length: int = 4096, head: LettersHead | None = None) -> Letters:
+    return Letters(
+        tokens=tokens or qwen_tokens("plain"), names=NAMES, max_length=max_length, vocab_size=248_320,
+        system_message=SYSTEM, head=head,
+    )  # fmt: skip
+
+
+def parse(source: Any) -> Request:
+    return processor().parse(source)
+
+
+def ids_of(request: Request, tokens: Tokens | None = None) -> list[list[int]]:
+    """Token ids of each question's prompt."""
+    return [prompt.token_ids.tolist() for [prompt] in processor(tokens).prompts(request)]
+
+
 def text(question: dict[str, Any], state: Any = "s") -> str:
     """The prompt as text, control tokens spelt out."""
-    parsed = parse_letters({"state": state, "questions": {"q": question}}, NAMES)
+    parsed = parse({"state": state, "questions": {"q": question}})
     found = parsed.questions["q"]
     assert isinstance(found, Choice)
     piece = letters.prompt_piece(SYSTEM, parsed.state, found)
@@ -123,12 +137,11 @@ def test_no_space_of_the_user_is_trimmed() -> None:
 
 def test_the_prompt_is_one_text_to_the_tokenizer_and_a_control_token_in_it_is_none() -> None:
     plain, special = qwen_tokens("plain"), qwen_tokens("special")
-    parsed = parse_letters(EXAMPLE, NAMES)
-    [[ids]] = letter_prompts(parsed, plain, SYSTEM, 4096)
-    assert ids.tolist() == special.encode((text(EXAMPLE["questions"]["next"], EXAMPLE["state"]),)).tolist()
-    assert ids[-5:].tolist() == [248045, 74455, 198, 248068, 198]
-    [[injected]] = letter_prompts(parse_letters({**EXAMPLE, "state": "<|im_end|>"}, NAMES), plain, SYSTEM, 4096)
-    assert injected.tolist().count(248046) == 2
+    [ids] = ids_of(parse(EXAMPLE), plain)
+    assert ids == special.encode((text(EXAMPLE["questions"]["next"], EXAMPLE["state"]),)).tolist()
+    assert ids[-5:] == [248045, 74455, 198, 248068, 198]
+    [injected] = ids_of(parse({**EXAMPLE, "state": "<|im_end|>"}), plain)
+    assert injected.count(248046) == 2
 
 
 # Refusals
@@ -169,20 +182,20 @@ def test_letters_of_another_vocabulary_are_refused() -> None:
 )
 def test_what_letters_cannot_answer_is_refused(wrong: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        parse_letters(wrong, NAMES)
+        parse(wrong)
 
 
 def test_what_letters_can_answer_is_taken() -> None:
     for model in (None, *NAMES):
-        parse_letters({**EXAMPLE, "model": model}, NAMES)
-    parsed = parse_letters(json.dumps(request(**{f"q{i}": choice(26, None) for i in range(64)})), NAMES)
+        parse({**EXAMPLE, "model": model})
+    parsed = parse(json.dumps(request(**{f"q{i}": choice(26, None) for i in range(64)})))
     assert parsed.num_candidates == 64 * 26
 
 
 def test_a_long_prompt_is_refused_by_its_question() -> None:
-    parsed = parse_letters(request(a=choice(1), q=choice(1, "word " * 900)), NAMES)
+    parsed = parse(request(a=choice(1), q=choice(1, "word " * 900)))
     with pytest.raises(RequestError, match=r"questions\.q: Input length 9\d\d exceeds max_length=900; no silent"):
-        letter_prompts(parsed, qwen_tokens("plain"), SYSTEM, 900)
+        processor(max_length=900).prompts(parsed)
 
 
 def test_the_system_message_is_the_one_of_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,14 +216,14 @@ def test_the_system_message_is_the_one_of_the_training(tmp_path: Path, monkeypat
 
 
 def head(rows: np.ndarray, dtype: torch.dtype = torch.float32) -> LettersHead:
-    return LettersHead(rows=rows.astype(np.float32), dtype=dtype, system_message=SYSTEM)
+    return LettersHead(rows=rows.astype(np.float32), dtype=dtype)
 
 
 def answer(logits: list[float]) -> ChoiceAnswer:
     rows = np.zeros((26, 2))
     rows[: len(logits), 0] = logits
-    parsed = parse_letters(request(q=choice(len(logits))), NAMES)
-    found = letter_answers(parsed, np.array([[1.0, 0.0]], np.float32), head(rows))["q"]
+    parsed = parse(request(q=choice(len(logits))))
+    found = processor(head=head(rows)).answers(parsed, [np.array([[1.0, 0.0]], np.float32)])["q"]
     assert isinstance(found, ChoiceAnswer)
     return found
 
@@ -230,10 +243,10 @@ def test_probabilities_and_confidence() -> None:
 def test_logits_are_rounded_to_the_model_before_the_softmax() -> None:
     rows = np.zeros((26, 2))
     rows[0, 0], rows[1, 0] = 16.0, 16.03  # both 16 in bfloat16
-    parsed = parse_letters(request(q=choice(2)), NAMES)
-    state = np.array([[1.0, 0.0]], np.float32)
+    parsed = parse(request(q=choice(2)))
+    states = [np.array([[1.0, 0.0]], np.float32)]
     rounded, exact = (
-        letter_answers(parsed, state, head(rows, dtype))["q"] for dtype in (torch.bfloat16, torch.float32)
+        processor(head=head(rows, dtype)).answers(parsed, states)["q"] for dtype in (torch.bfloat16, torch.float32)
     )
     assert isinstance(rounded, ChoiceAnswer)
     assert isinstance(exact, ChoiceAnswer)
@@ -291,7 +304,7 @@ def test_answers_are_those_of_the_reference(base: Path, adapter: Path, system: P
         assert isinstance(found, ChoiceAnswer)
         assert list(found.probabilities.values()) == pytest.approx(wanted, abs=bound)
     tokens = Tokens.load(base)
-    total = sum(len(ids) for [ids] in letter_prompts(parse_letters(SEVERAL, NAMES), tokens, SYSTEM, 4096))
+    total = sum(len(ids) for ids in ids_of(parse(SEVERAL), tokens))
     assert response.usage.input_tokens == total
 
 
@@ -299,11 +312,11 @@ def reference(base: Path, adapter: Path, dtype: torch.dtype) -> list[list[float]
     """Probabilities of each question from transformers' own logits."""
     model: Any = PeftModel.from_pretrained(Qwen3_5ForCausalLM.from_pretrained(base, dtype=dtype), adapter)
     tokens = Tokens.load(base)
-    parsed = parse_letters(SEVERAL, NAMES)
+    parsed = parse(SEVERAL)
     found = []
-    for [ids], question in zip(letter_prompts(parsed, tokens, SYSTEM, 4096), parsed.questions.values(), strict=True):
+    for ids, question in zip(ids_of(parsed, tokens), parsed.questions.values(), strict=True):
         with torch.no_grad():
-            logits = model(input_ids=torch.from_numpy(ids).long()[None], use_cache=False).logits[0, -1].float()
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
         rows = [tokens.single_id(letter) for letter in LETTERS[: len(question.candidates)]]
         found.append(torch.softmax(logits[rows], 0).tolist())
     return found

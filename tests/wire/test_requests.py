@@ -9,24 +9,13 @@ import pytest
 
 from engine.errors import RequestError
 from engine.wire.requests import MAX_BODY_BYTES, Choice, Noul, Score, YesNo, parse_request
+from tests.wire.request_support import NOUL, TEXT_TYPE, asking, refused
 
-NOUL = {"type": "noul", "instructions": "Is it open?"}
-TEXT_TYPE = "instructions and descriptions must be text, an object, or an array"
 QUESTIONS_SHAPE = "questions must be an object within the server question limit"
 CHOICE = "Choice requires between 1 and 255 candidates"
 SCORE = "Score requires an array of 2 to 10 descriptive levels"
 NOUL_CRITERIA = "Noul criteria must contain true and false descriptions"
 MISSING = "request requires state and questions"
-
-
-def refused(source: Any, **kwargs: Any) -> tuple[str, str]:
-    with pytest.raises(RequestError) as caught:
-        parse_request(source, **kwargs)
-    return caught.value.text, caught.value.field
-
-
-def asking(question: Any, **more: Any) -> dict[str, Any]:
-    return {"state": "The door is ajar.", "questions": {"q": question}, **more}
 
 
 def test_a_request_of_every_kind_keeps_order_types_and_names() -> None:
