@@ -12,6 +12,7 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -54,6 +55,7 @@ def _once(make: Callable[P, T]) -> Callable[P, T]:
     made: dict[Any, T] = {}
     lock = threading.RLock()
 
+    @wraps(make)
     def kept(*key: P.args, **none: P.kwargs) -> T:
         if key not in made:
             with lock:

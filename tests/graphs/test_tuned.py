@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -90,6 +91,19 @@ class TestOperator:
         install({(512, 128, 64): CUBLASLT}, torch.device("cuda", 1))
         assert [chosen(d, (512, 128, rows)) for d, rows in ((0, 64), (0, 72), (1, 64))] == [TILE_A, CODE, CUBLASLT]
         assert not linear_tuned.missed
+
+    def test_another_models_products_are_added_and_none_is_removed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(linear_tuned, "product", lambda name: name)
+        install({(512, 128, 64): TILE_A, (512, 128, 72): CODE}, torch.device("cuda", 0))
+        install({(256, 128, 64): TILE_B, (512, 128, 64): CUBLASLT}, torch.device("cuda", 0))
+        cells = ((512, 128, 64), (512, 128, 72), (256, 128, 64))
+        assert [chosen(0, cell) for cell in cells] == [CUBLASLT, CODE, TILE_B]
+
+    def test_calls_of_many_threads_are_counted_one_by_one(self, caplog: pytest.LogCaptureFixture) -> None:
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda i: [chosen(0, (512, 128, 64 + i % 2)) for _ in range(500)], range(16)))
+        assert linear_tuned.missed == {(0, (512, 128, 64)): 4_000, (0, (512, 128, 65)): 4_000}
+        assert len(caplog.messages) == 1
 
     def test_a_cell_never_tuned_runs_fixed_is_counted_and_said_once(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.WARNING, "forkgraph"):
