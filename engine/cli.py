@@ -9,10 +9,11 @@ import dataclasses
 import inspect
 import json
 import os
+import stat
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
@@ -24,11 +25,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, expanded
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 from engine.help import command_help
+from engine.output import refuse_shared
 from engine.overrides import keys, prepared, text_options
 from engine.resources import CONFIGS, EXAMPLE, example
+from engine.wire.requests import MAX_BODY_BYTES
+from graphs.files import replace_file
 
 DEFAULT = f"{EXAMPLE}support_ticket"
 """The request that commands take when none is given."""
@@ -37,7 +41,8 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 def run_command(name: str, config_class: type[Config], job: Callable[[Config], int]) -> int:
-    """Run `job` with the options in `sys.argv`, several times with `-m`; the exit code of the process.
+    """Run `job` with the options in `sys.argv`, several times with `-m` once all of them are known to be right and to
+    write different files; the exit code of the process.
 
     `configs/NAME.yaml` is the root. What a user can mend is one line on standard error and code 2; a job's own code
     is passed on, the highest of them with `-m`; Ctrl-C gives 130. Anything else is a bug and keeps its traceback.
@@ -46,29 +51,44 @@ def run_command(name: str, config_class: type[Config], job: Callable[[Config], i
         defined_in = [Path(inspect.getfile(c)) for c in config_class.__mro__ if dataclasses.is_dataclass(c)]
         print(command_help(name, config_class.__name__, defined_in))
         return 0
-    codes: list[int] = []
+    jobs: list[tuple[str, Config]] = []
+    wrong: list[ConfigError] = []
 
     @hydra.main(version_base=None, config_path=str(CONFIGS), config_name=name)
-    def task(options: DictConfig) -> None:
-        if HydraConfig.get().mode is RunMode.MULTIRUN:
-            print(f"--- {' '.join(HydraConfig.get().overrides.task)}", file=sys.stderr)
+    def compose(options: DictConfig) -> None:
+        swept = HydraConfig.get().mode is RunMode.MULTIRUN
+        title = f"--- {' '.join(HydraConfig.get().overrides.task)}" if swept else ""
         try:
-            codes.append(job(to_config(options, config_class)))
-        except (ForkgraphError, OSError) as error:  # reported here, so that a sweep goes on with its next job
-            codes.append(_report(name, error))
+            jobs.append((title, to_config(options, config_class)))
+        except ConfigError as error:  # raised later: Hydra would put a line of its own before it
+            wrong.append(error)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving with code 1
     try:
-        with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
-            OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
-            sys.argv[1:] = prepared(sys.argv[1:], config_class)
-            task()
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        return _report(name, as_config_error(error, config_class))
+        try:
+            with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
+                OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
+                sys.argv[1:] = prepared(sys.argv[1:], config_class)
+                compose()
+            for error in wrong:
+                raise error
+            refuse_shared([getattr(config, "out", None) for _, config in jobs])
+        except (ConfigError, HydraException, OmegaConfBaseException) as fault:
+            return _report(name, as_config_error(fault, config_class))
+        return max((_run(name, title, partial(job, config)) for title, config in jobs), default=0)
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
-    return max(codes, default=0)
+
+
+def _run(name: str, title: str, job: Callable[[], int]) -> int:
+    """The code of one job; what fails is reported here, so that a sweep goes on with its next."""
+    if title:
+        print(title, file=sys.stderr)
+    try:
+        return job()
+    except (ForkgraphError, OSError) as error:
+        return _report(name, error)
 
 
 def _report(name: str, error: ForkgraphError | OSError) -> int:
@@ -119,38 +139,39 @@ def as_config_error(error: Exception, config_class: type[EngineConfig]) -> Confi
 
 
 def read_request(request: str | None, stdin: BinaryIO) -> tuple[bytes, str]:
-    """The body of one request and where it is from. Raises ConfigError when it cannot be read."""
+    """The body of one request and where it is from. Raises ConfigError when it cannot be read, or holds several."""
     if request is None:
         return readable(DEFAULT).read_bytes(), f"{DEFAULT} (choose with request=FILE)"
     if request == "-":
-        return stdin.read(), "standard input"
-    return readable(request).read_bytes(), request
+        body, source = stdin.read(MAX_BODY_BYTES + 1), "standard input"
+    else:
+        with readable(request).open("rb") as file:
+            body, source = file.read(MAX_BODY_BYTES + 1), request
+    first, _, rest = body.strip().partition(b"\n")
+    if rest and first.startswith(b"{") and first.rstrip().endswith(b"}") and rest.lstrip().startswith(b"{"):
+        raise ConfigError(f"request={request} holds a request on each line; save them in a file named .jsonl")
+    return body, source
 
 
-def readable(name: str) -> Path:
+def readable(name: str, option: str = "request") -> Path:
     """The path of a file that can be opened. Raises ConfigError naming it, and a file with nearly that name."""
-    path = example(name) if name.startswith(EXAMPLE) else Path(name).expanduser()
+    path = example(name) if name.startswith(EXAMPLE) else expanded(option, name)
     try:
-        path.open("rb").close()
+        if not stat.S_ISFIFO(path.stat().st_mode):  # whose writer would see that it was closed
+            path.open("rb").close()
     except FileNotFoundError:
         beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise ConfigError(f"request={name}: no such file{nearest(path.name, beside)}") from None
-    except OSError as error:
-        raise ConfigError(f"request={name}: {error.strerror}") from None
+        raise ConfigError(f"{option}={name}: no such file{nearest(path.name, beside)}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option}={name}: {getattr(error, 'strerror', error)}") from None
     return path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write under another name, then rename: the file is either the old one or complete.
-
-    Raises ConfigError when the folder cannot be written.
-    """
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """`replace_file`, with ConfigError when the file cannot be written."""
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        replace_file(path, text)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise ConfigError(f"out={path}: {error.strerror}") from None
 
 
@@ -171,11 +192,6 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
 def console(stream: TextIO) -> Console:
     """For text that is not ours to interpret, wide enough for the tables when it goes to a file."""
     return Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
-
-
-def config_file(out: Path) -> Path:
-    """Where the options that made `out` are kept."""
-    return out.with_name(f"{out.name}.config.yaml")
 
 
 def config_text(config: EngineConfig) -> str:

@@ -18,7 +18,7 @@ import platformdirs
 from engine import options
 from engine.errors import ConfigError, nearest, shown
 from engine.hub import SIZES, existing_folder
-from engine.values import expanded, flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
+from engine.values import flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
 
 if TYPE_CHECKING:
     import torch
@@ -231,11 +231,23 @@ class ScoreConfig(EngineConfig):
     """`forkgraph score`."""
 
     request: str | None = None
-    """A .json request, a .jsonl file with one request per line, or `-` for one request on standard input."""
+    """A .json request, a .jsonl or .parquet file with many, `-` for one request on standard input, or `example:NAME`.
+    Without one: `example:support_ticket`."""
+    questions: str | None = None
+    """JSON file with the questions that are asked of each `state` in a .parquet request."""
     out: str | None = None
     """File for the answers; without one they go to standard output."""
+    overwrite: bool = False
+    """Replace a file that `out` names. Without it many requests go on where they stopped, and others are refused."""
+    retry_failed: bool = False
+    """Try again what an earlier run has an error row for."""
     progress: bool = True
-    """Draw a progress bar for .jsonl on a terminal."""
+    """Draw a progress bar for many requests on a terminal."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("request", "questions", "out"):
+            setattr(self, name, path_of(name, getattr(self, name), "file"))
 
 
 @dataclass(kw_only=True)
@@ -301,17 +313,13 @@ def resolve(config: Config) -> Config:
         gemm=_resolve_gemm(config.gemm, device, dtype),
         schedule=_resolve_schedule(config.schedule, config.pack, device),
         graphs=_resolve_graphs(config.graphs, device),
-        cache_dir=None
-        if config.cache_dir is None
-        else str(expanded(f"cache_dir={config.cache_dir}", config.cache_dir)),
+        cache_dir=None if config.cache_dir is None else str(expanded("cache_dir", config.cache_dir)),
     )
 
 
 def cache_folder(config: EngineConfig) -> Path:
     """`cache_dir`, or the user's own. Raises ConfigError where neither is given."""
-    return (
-        default_cache_dir() if config.cache_dir is None else expanded(f"cache_dir={config.cache_dir}", config.cache_dir)
-    )
+    return default_cache_dir() if config.cache_dir is None else expanded("cache_dir", config.cache_dir)
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -326,6 +334,14 @@ def default_cache_dir() -> Path:
         if folder.is_absolute():
             return folder
     raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
+
+
+def expanded(name: str, path: str) -> Path:
+    """`path` with `~` spelled out. Raises ConfigError where the user has no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{name}={path}: this user has no home folder; give the whole path") from None
 
 
 def _resolve_folder(name: str, value: str | None) -> str | None:

@@ -20,9 +20,7 @@ from engine.errors import ConfigError, nearest
 from engine.hub import SIZES
 from engine.resources import CONFIGS
 
-_FREE_FORM = tuple(
-    f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper", "job.env_set")
-)
+_FREE_FORM = tuple(f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper"))
 """Settings of Hydra whose members are anybody's."""
 _OVERRIDE = re.compile(r"(?P<key>\+{0,2}(?P<name>[\w./]+))=(?P<value>.*)", re.DOTALL)
 _SWEEP = re.compile(r"(choice|range|interval|glob|sort|shuffle|tag)\(.*\)", re.DOTALL)

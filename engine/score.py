@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from pathlib import Path
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, BinaryIO, TextIO
 
 from rich.console import Console, Group
@@ -12,22 +12,18 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli import config_file, config_text, console, plain, read_request, run_command, to_json, write_whole
+from engine.cli import console, plain, read_request, run_command, to_json
 from engine.config import EngineConfig, ScoreConfig, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError
-from engine.lines import Load, score_lines
+from engine.identity import made_with
+from engine.lines import SUFFIXES, Load, score_lines
 from engine.load.checkpoint import RANDOM_NOTE
+from engine.output import Output, claim, named_inputs
 
 
 def main() -> None:
-    written: set[str] = set()
-
     def job(config: ScoreConfig) -> int:
-        if config.out in written:
-            raise ConfigError(f"out={config.out} is an earlier job's; name each, as in 'out=answers-${{split}}.json'")
-        if config.out:
-            written.add(config.out)
         try:
             return score(config, load=_load, stdin=sys.stdin.buffer, stdout=sys.stdout, stderr=sys.stderr)
         finally:
@@ -45,22 +41,32 @@ def _load(config: EngineConfig) -> Engine:
 def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, stderr: TextIO) -> int:
     """Answer `config.request` and return the exit code. Raises what the engine raises for a single request."""
     config = resolve(config)
-    if config.request is not None and config.request.endswith(".jsonl"):
+    if config.request is not None and config.request.endswith(SUFFIXES):
         return score_lines(config, load=load, stdout=stdout, stderr=stderr)
+    if config.questions is not None:
+        raise ConfigError(f"questions={config.questions} goes with request=FILE.parquet, whose rows are states")
+    if config.out is not None and config.out.endswith(".parquet"):
+        raise ConfigError(f"out={config.out}: one request has no table; name it .json")
     body, source = read_request(config.request, stdin)
-    with load(config) as engine:
-        response = engine.score(body).to_dict()
-    console(stderr).print(f"request: {source}\n")
-    console(stderr).print(summary(response))
-    text = to_json(response, indent=2) + "\n"
-    if config.out is None:
-        stdout.write(text)
-        stdout.flush()
-    else:
-        out = Path(config.out).expanduser()
-        write_whole(out, text)
-        write_whole(config_file(out), config_text(config))
+    with _claimed(config, stdin) as out:
+        with load(config) as engine:
+            response = engine.score(body).to_dict()
+        console(stderr).print(f"request: {source}\n")
+        console(stderr).print(summary(response))
+        text = to_json(response, indent=2) + "\n"
+        if out is None:
+            stdout.write(text)
+            stdout.flush()
+        else:
+            out.write(text)
+            out.write_options(made_with(config))
     return 0
+
+
+def _claimed(config: ScoreConfig, stdin: BinaryIO) -> AbstractContextManager[Output | None]:
+    if config.out is None:
+        return nullcontext()
+    return claim(config.out, inputs=named_inputs(config, stdin), overwrite=config.overwrite)
 
 
 def summary(response: dict[str, Any]) -> Group:

@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cases import CASES
+from floors import OPERATORS, Ceilings
 from forwards import Workload
-from inputs import Ceilings
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, nearest
-
-OPERATORS = (
-    "delta_rule", "attention", "attention_prepare", "add_rms_norm", "gdn_conv", "gated_rms_norm", "silu_mul",
-    "take_rows",
-)  # fmt: skip
 
 
 @dataclass(kw_only=True)

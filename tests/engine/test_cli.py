@@ -2,91 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from engine.config import EngineConfig, ScoreConfig
-from engine.errors import ConfigError, InferenceError, RequestError
-from engine.score import score
+from engine.errors import ConfigError, RequestError
+from tests.engine.command_support import REQUEST, FakeEngine, FakeResponse, Run, row, rows
 
 ROOT = Path(__file__).parents[2]
-REQUEST = b'{"state": "s", "questions": {"q": {"type": "noul", "instructions": "i"}}}'
-
-
-class FakeResponse:
-    def __init__(self, body: bytes) -> None:
-        self.body = body
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": "fake",
-            "answers": {
-                "colour": {"type": "choice", "choice": "red", "probabilities": {"red": 0.75, "blue": 0.25},
-                           "confidence": 0.5},
-                "sure": {"type": "noul", "noul": 0.125},
-                "level": {"type": "score", "score": 1.5, "probabilities": {"0": 0.0, "1": 0.5, "2": 0.5},
-                          "confidence": 0.25, "legend": {}},
-            },
-            "usage": {"input_tokens": 1234, "output_tokens": 0},
-            "metadata": {"inference_seconds": 0.5, "prefix_cache": {"reused_input_tokens": 1000}, "weights": "random",
-                         "body": self.body.decode()},
-        }  # fmt: skip
-
-
-class FakeEngine:
-    """Answers any line; `bad`, `broken` and `stop` do what they say. Knows whether it was closed."""
-
-    def __init__(self) -> None:
-        self.seen: list[bytes] = []
-        self.configs: list[EngineConfig] = []
-        self.open = 0
-
-    def load(self, config: EngineConfig) -> FakeEngine:
-        self.configs.append(config)
-        return self
-
-    def __enter__(self) -> FakeEngine:
-        self.open += 1
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.open -= 1
-
-    def score(self, body: bytes) -> FakeResponse:
-        if body == b"stop":
-            raise KeyboardInterrupt
-        if body == b"bad":
-            raise RequestError("state must be text", field="state", value=3)
-        if body == b"broken":
-            raise InferenceError("not finite")
-        self.seen.append(body)
-        return FakeResponse(body)
-
-
-class Run:
-    """One call of `score` with streams of its own."""
-
-    def __init__(self, engine: FakeEngine, stdin: bytes = b"", **options: Any) -> None:
-        out, err = io.StringIO(), io.StringIO()
-        try:
-            config = ScoreConfig(device="cpu", **options)
-            self.code = score(config, load=engine.load, stdin=io.BytesIO(stdin), stdout=out, stderr=err)  # type: ignore
-        finally:
-            self.out, self.err = out.getvalue(), err.getvalue()
 
 
 @pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine()
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def test_the_example_is_scored_and_named_when_no_request_is_given(engine: FakeEngine) -> None:
@@ -136,7 +66,7 @@ def test_one_bad_request_is_raised_and_nothing_is_written(engine: FakeEngine, tm
 
 
 def test_a_folder_that_cannot_be_written_is_named(engine: FakeEngine, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"out=.*/missing/a\.json: No such file"):
+    with pytest.raises(ConfigError, match=r"out=.*/missing/a\.json: no such folder as .*/missing"):
         Run(engine, REQUEST, request="-", out=str(tmp_path / "missing" / "a.json"))
 
 
@@ -159,12 +89,12 @@ def test_lines_are_answered_one_by_one_and_bad_ones_get_an_error_row(engine: Fak
     run = Run(engine, request=str(lines))
     assert run.code == 1
     assert [json.loads(line) for line in run.out.splitlines()] == [
-        {"line": 1, **FakeResponse(b"one").to_dict()},
-        {"line": 4, "error": "state must be text", "field": "state"},
-        {"line": 5, "error": "not finite", "field": None},
-        {"line": 6, **FakeResponse(b"last").to_dict()},
+        row(1, b"one"),
+        row(4, b"bad", error="state must be text", field="state"),
+        row(5, b"broken", error="not finite", field=None),
+        row(6, b"last"),
     ]
-    assert run.err == "4 requests; 2 failed\n"
+    assert run.err == "4 requests; 2 failed\n  id 4: state must be text\n  id 5: not finite\n"
     assert len(engine.configs) == 1
 
 
@@ -172,7 +102,7 @@ def test_lines_without_a_failure_give_code_0(engine: FakeEngine, tmp_path: Path)
     (tmp_path / "r.jsonl").write_bytes(b"a\nb\n")
     out = tmp_path / "out.jsonl"
     assert Run(engine, request=str(tmp_path / "r.jsonl"), out=str(out)).code == 0
-    assert [row["line"] for row in rows(out)] == [1, 2]
+    assert [row["id"] for row in rows(out)] == [1, 2]
     assert (tmp_path / "out.jsonl.config.yaml").exists()
 
 
@@ -181,14 +111,14 @@ def test_ctrl_c_keeps_what_is_done_and_the_next_run_goes_on(engine: FakeEngine, 
     requests.write_bytes(b"a\nb\nstop\nd\n")
     with pytest.raises(KeyboardInterrupt):
         Run(engine, request=str(requests), out=str(out))
-    assert [row["line"] for row in rows(out)] == [1, 2]
+    assert [row["id"] for row in rows(out)] == [1, 2]
     assert engine.open == 0
 
     requests.write_bytes(b"a\nb\nc\nd\n")
     run = Run(engine, request=str(requests), out=str(out))
     assert run.code == 0
     assert engine.seen == [b"a", b"b", b"c", b"d"]
-    assert [row["line"] for row in rows(out)] == [1, 2, 3, 4]
+    assert rows(out) == [row(1, b"a"), row(2, b"b"), row(3, b"c"), row(4, b"d")]
     assert run.err == "4 requests, 2 of them from an earlier run; 0 failed\n"
 
 
@@ -210,7 +140,12 @@ def test_nothing_is_loaded_when_every_line_has_its_row_and_failures_still_count(
     assert Run(engine, **options).code == 1
     again = Run(engine, **options, progress=False)
     assert again.code == 1
-    assert again.err == "4 requests, 4 of them from an earlier run; 2 failed\n"
+    assert again.err.splitlines() == [
+        "4 requests, 4 of them from an earlier run; 2 failed",
+        "  id 4: state must be text",
+        "  id 5: not finite",
+        "retry_failed=true tries those of earlier runs again",
+    ]
     assert len(engine.configs) == 1
 
 
@@ -232,12 +167,14 @@ def test_a_file_of_somebody_else_is_left_alone(engine: FakeEngine, lines: Path, 
     assert out.read_text() == content
 
 
-@pytest.mark.parametrize("row", ["[]", "{}", "null", "no", '{"line": "x"}'])
-def test_a_row_that_is_none_is_told_by_its_line(engine: FakeEngine, lines: Path, tmp_path: Path, row: str) -> None:
+@pytest.mark.parametrize(
+    "damaged", ["[]", "{}", "null", "no", '{"line": 2}', '{"id": 2}', '{"id": 2.5, "request_sha256": ""}']
+)
+def test_a_row_that_is_none_is_told_by_its_line(engine: FakeEngine, lines: Path, tmp_path: Path, damaged: str) -> None:
     out = tmp_path / "out.jsonl"
     Run(engine, request=str(lines), out=str(out))
-    damaged = out.read_text().replace("\n", f"\n{row}\n", 1)
-    out.write_text(damaged)
+    text = out.read_text().replace("\n", f"\n{damaged}\n", 1)
+    out.write_text(text)
     with pytest.raises(ConfigError, match=r"line 2 is not a row of this command"):
         Run(engine, request=str(lines), out=str(out))
-    assert out.read_text() == damaged
+    assert out.read_text() == text
