@@ -25,12 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig, expanded
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 from engine.help import command_help
 from engine.output import refuse_shared
 from engine.overrides import keys, prepared, text_options
 from engine.resources import CONFIGS, EXAMPLE, example
+from engine.values import expanded
 from engine.wire.requests import MAX_BODY_BYTES
 from graphs.files import replace_file
 

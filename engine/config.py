@@ -18,7 +18,7 @@ import platformdirs
 from engine import options
 from engine.errors import ConfigError, nearest, shown
 from engine.hub import SIZES, existing_folder
-from engine.values import flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
+from engine.values import expanded, flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
 
 if TYPE_CHECKING:
     import torch
@@ -152,7 +152,8 @@ class EngineConfig:
     nvtx: bool = False
     """Emit NVTX ranges in the domain `forkgraph`, for a profiler that watches this process."""
     cache_dir: str | None = None
-    """Where tiny checkpoints and tuned products are kept. Without one: `forkgraph` in the user's cache folder."""
+    """Where tiny checkpoints, tuned products and passed self-tests are kept. Without one: `forkgraph` in the user's
+    cache folder."""
     tokens: TokensConfig = field(default_factory=TokensConfig)
     letters: LettersConfig = field(default_factory=LettersConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -334,14 +335,6 @@ def default_cache_dir() -> Path:
         if folder.is_absolute():
             return folder
     raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
-
-
-def expanded(name: str, path: str) -> Path:
-    """`path` with `~` spelled out. Raises ConfigError where the user has no home."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{name}={path}: this user has no home folder; give the whole path") from None
 
 
 def _resolve_folder(name: str, value: str | None) -> str | None:

@@ -15,8 +15,9 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from engine.config import ScoreConfig, expanded
+from engine.config import ScoreConfig
 from engine.errors import ConfigError
+from engine.values import expanded
 from graphs.files import replace_file
 
 _KINDS = {
