@@ -7,7 +7,7 @@ from importlib import import_module
 
 from engine import __version__
 from engine.errors import nearest
-from engine.help import command_help, source_of, summary_of
+from engine.process import run
 from engine.resources import CONFIGS
 
 COMMANDS = {"score": "engine.score", "explain": "engine.explain", "check": "engine.check", "tune": "engine.tune"}
@@ -16,11 +16,7 @@ COMMANDS = {"score": "engine.score", "explain": "engine.explain", "check": "engi
 
 def main() -> None:
     """Run the sub-command that `sys.argv` names, with the words behind it. Exit code 2 where there is none."""
-    try:
-        _main(*sys.argv[1:])
-    except KeyboardInterrupt:
-        print("forkgraph: interrupted", file=sys.stderr)
-        sys.exit(130)
+    run("forkgraph", lambda: _main(*sys.argv[1:]))
 
 
 def _main(name: str = "", *words: str) -> None:
@@ -35,6 +31,8 @@ def _main(name: str = "", *words: str) -> None:
         )
         sys.exit(2)
     elif {"-h", "--help"} & set(words) and (CONFIGS / f"{name}.yaml").exists():  # `check` explains itself
+        from engine.help import command_help, source_of
+
         print(command_help(name, f"{name.capitalize()}Config", [source_of(COMMANDS[name])]))
     else:
         sys.argv = [f"forkgraph {name}", *words]
@@ -42,6 +40,8 @@ def _main(name: str = "", *words: str) -> None:
 
 
 def overview() -> str:
+    from engine.help import summary_of
+
     lines = [f"  {name:10}{summary_of(module)}" for name, module in COMMANDS.items()]
     usage = "forkgraph COMMAND [option=value ...], or python -m engine COMMAND"
     return "\n".join([usage, "", *lines, "", "forkgraph COMMAND --help explains every option; forkgraph --version."])

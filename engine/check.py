@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from engine import process
 from engine.config import MODELS
 from engine.errors import ConfigError
 from engine.resources import CONFIGS
@@ -21,7 +22,7 @@ PACKAGES = ("engine", "graphs", "ops")
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:], stdout=sys.stdout, stderr=sys.stderr))
+    process.run("check", lambda: run(sys.argv[1:], stdout=process.standard_output(), stderr=sys.stderr))
 
 
 def run(arguments: Sequence[str], *, stdout: TextIO, stderr: TextIO) -> int:

@@ -30,6 +30,7 @@ from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestE
 from engine.help import command_help
 from engine.output import refuse_shared
 from engine.overrides import keys, prepared, text_options
+from engine.process import discard, interrupted, interruptible, say
 from engine.resources import CONFIGS, EXAMPLE, example
 from engine.values import expanded
 from engine.wire.requests import MAX_BODY_BYTES
@@ -66,37 +67,38 @@ def run_command(name: str, config_class: type[Config], job: Callable[[Config], i
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises, instead of printing and leaving with code 1
     try:
-        try:
-            with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
-                OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
-                sys.argv[1:] = prepared(sys.argv[1:], config_class)
-                compose()
-            for error in wrong:
-                raise error
-            refuse_shared([getattr(config, "out", None) for _, config in jobs])
-        except (ConfigError, HydraException, OmegaConfBaseException) as fault:
-            return _report(name, as_config_error(fault, config_class))
-        return max((_run(name, title, partial(job, config)) for title, config in jobs), default=0)
+        with interruptible():
+            try:
+                with tempfile.TemporaryDirectory(prefix="forkgraph-") as scratch:
+                    OmegaConf.register_new_resolver("forkgraph.scratch", lambda: scratch, replace=True)
+                    sys.argv[1:] = prepared(sys.argv[1:], config_class)
+                    compose()
+                for error in wrong:
+                    raise error
+                refuse_shared([getattr(config, "out", None) for _, config in jobs])
+            except (ConfigError, HydraException, OmegaConfBaseException) as fault:
+                return _report(name, as_config_error(fault, config_class))
+            return max((_run(name, title, partial(job, config)) for title, config in jobs), default=0)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
-        return 130
+        return interrupted(name)
 
 
 def _run(name: str, title: str, job: Callable[[], int]) -> int:
     """The code of one job; what fails is reported here, so that a sweep goes on with its next."""
     if title:
-        print(title, file=sys.stderr)
+        say(title)
     try:
         return job()
+    except BrokenPipeError:  # nobody reads what the next job would write
+        raise
     except (ForkgraphError, OSError) as error:
         return _report(name, error)
 
 
 def _report(name: str, error: ForkgraphError | OSError) -> int:
-    if isinstance(error, BrokenPipeError):  # whoever read standard output has left; what is buffered goes nowhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    print(f"{name}: {plain(' '.join(str(error).split()))}", file=sys.stderr)
+    say(f"{name}: {plain(' '.join(str(error).split()))}")
+    if isinstance(error, OSError):
+        discard()  # or it is told again at the end
     return 2 if isinstance(error, ConfigError | CheckpointError | RequestError) else 1
 
 
@@ -139,11 +141,13 @@ def as_config_error(error: Exception, config_class: type[EngineConfig]) -> Confi
     return ConfigError(" ".join(line for line in lines if not line.startswith(("See https:", "full_key:"))))
 
 
-def read_request(request: str | None, stdin: BinaryIO) -> tuple[bytes, str]:
+def read_request(request: str | None, stdin: BinaryIO | None) -> tuple[bytes, str]:
     """The body of one request and where it is from. Raises ConfigError when it cannot be read, or holds several."""
     if request is None:
         return readable(DEFAULT).read_bytes(), f"{DEFAULT} (choose with request=FILE)"
     if request == "-":
+        if stdin is None:
+            raise ConfigError("request=-: standard input is closed")
         body, source = stdin.read(MAX_BODY_BYTES + 1), "standard input"
     else:
         with readable(request).open("rb") as file:

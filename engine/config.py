@@ -35,11 +35,12 @@ if TYPE_CHECKING:
         Pack,
         Reading,
         Schedule,
+        Shown,
         Split,
         WarmUp,
     )  # fmt: skip
 else:  # OmegaConf, which builds these classes from a command line, knows no Literal
-    Capture = Dtype = Format = Gemm = Graphs = HeadName = Lora = Model = Pack = Reading = Schedule = Split = str
+    Capture = Dtype = Format = Gemm = Graphs = HeadName = Lora = Model = Pack = Reading = Schedule = Shown = Split = str
     WarmUp = Any
 
 MODELS: tuple[Model, ...] = get_args(options.Model)
@@ -54,6 +55,7 @@ HEADS: tuple[HeadName, ...] = get_args(options.HeadName)
 LORAS: tuple[Lora, ...] = get_args(options.Lora)
 READINGS: tuple[Reading, ...] = get_args(options.Reading)
 FORMATS: tuple[Format, ...] = get_args(options.Format)
+SHOWN: tuple[Shown, ...] = get_args(options.Shown)
 
 RANDOM = "random"
 """Value of `checkpoint` that asks for weights made from the seed."""
@@ -242,6 +244,9 @@ class ScoreConfig(EngineConfig):
     """Replace a file that `out` names. Without it many requests go on where they stopped, and others are refused."""
     retry_failed: bool = False
     """Try again what an earlier run has an error row for."""
+    format: Shown = "auto"
+    """What one request shows. `both`: the table goes to standard error. `auto`: on a terminal the table alone, else
+    both."""
     progress: bool = True
     """Draw a progress bar for many requests on a terminal."""
 
@@ -249,6 +254,7 @@ class ScoreConfig(EngineConfig):
         super().__post_init__()
         for name in ("request", "questions", "out"):
             setattr(self, name, path_of(name, getattr(self, name), "file"))
+        one_of("format", self.format, SHOWN)
 
 
 @dataclass(kw_only=True)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from typing import BinaryIO, TextIO
+
+from engine.process import begin, run, standard_input, standard_output
+
+if __name__ == "__main__":
+    begin("explain")  # before torch, whose import takes seconds, is interrupted
 
 from engine.cli import console, read_request, run_command
 from engine.config import RANDOM, ExplainConfig, resolve
@@ -14,10 +18,13 @@ from engine.plan.drawing import explain_prompts
 
 
 def main() -> None:
-    sys.exit(run_command("explain", ExplainConfig, lambda c: explain(c, stdin=sys.stdin.buffer, stdout=sys.stdout)))
+    def job(config: ExplainConfig) -> int:
+        return explain(config, stdin=standard_input(), stdout=standard_output())
+
+    run("explain", lambda: run_command("explain", ExplainConfig, job))
 
 
-def explain(config: ExplainConfig, *, stdin: BinaryIO, stdout: TextIO) -> int:
+def explain(config: ExplainConfig, *, stdin: BinaryIO | None, stdout: TextIO) -> int:
     """Draw the prefix tree of `config.request` and what each split runs and holds; `config.split` comes first.
 
     Nothing is allocated on a device and no weights are read. Raises RequestError for a request that would be refused.

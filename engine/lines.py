@@ -35,15 +35,18 @@ SUFFIXES = (".jsonl", ".parquet")
 _TOLD = 10
 
 
-def score_lines(config: ScoreConfig, *, load: Load, stdout: TextIO, stderr: TextIO) -> int:
+def score_lines(config: ScoreConfig, *, load: Load, stdout: TextIO | None, stderr: TextIO) -> int:
     """Answer the requests of `config.request` that `config.out` has no row for; 1 if any of them failed, else 0.
 
     Nothing is loaded when none is left. Raises ConfigError when a file cannot be used, two requests have one id, or
     rows were made with other options or weights.
     """
     assert config.request is not None
+    if config.format in ("table", "both"):
+        raise ConfigError(f"format={config.format} shows one request; many have a row of JSON each")
     lines = _lines(config)
     if config.out is None:
+        assert stdout is not None
         _refuse_circle(config.request, stdout)
         return _answer(config, lines, None, load=load, stdout=stdout, stderr=stderr)
     with _claimed(config, config.out) as (out, table):
@@ -86,7 +89,7 @@ def _claimed(config: ScoreConfig, given: str) -> Iterator[tuple[Output, Output |
 
 
 def _answer(
-    config: ScoreConfig, lines: Lines, out: Output | None, *, load: Load, stdout: TextIO, stderr: TextIO
+    config: ScoreConfig, lines: Lines, out: Output | None, *, load: Load, stdout: TextIO | None, stderr: TextIO
 ) -> int:
     try:
         wanted = hashes(lines())
@@ -152,9 +155,10 @@ def _earlier(out: Output, made: str) -> tuple[dict[Id, Row], int | None]:
 
 
 @contextmanager
-def _opened(out: Output | None, made: str, end: int | None, stdout: TextIO) -> Iterator[TextIO]:
+def _opened(out: Output | None, made: str, end: int | None, stdout: TextIO | None) -> Iterator[TextIO]:
     """Where rows are appended: to a new file, or after `end` bytes and without what was cut off there."""
     if out is None:
+        assert stdout is not None
         yield stdout
         return
     if end is None:

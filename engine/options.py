@@ -26,6 +26,7 @@ HeadName = Literal["auto", "scalar", "yes_minus_no", "letters"]
 Lora = Literal["merged", "unmerged"]
 Reading = Literal["plain", "special"]
 Format = Literal["text", "json"]
+Shown = Literal["auto", "json", "table", "both"]
 WarmUp = list[int] | Literal["all"]
 
 

@@ -1,35 +1,38 @@
-"""`forkgraph score`: answers to one request, or to a file with one request per line."""
+"""`forkgraph score`: answers to one request, or to a file with many."""
 
 from __future__ import annotations
 
 import gc
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, BinaryIO, TextIO
+from typing import BinaryIO, TextIO
 
-from rich.console import Console, Group
+from engine.process import begin, run, standard_input
+
+if __name__ == "__main__":
+    begin("score")  # before torch, whose import takes seconds, is interrupted
+
+from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
-from engine.cli import console, plain, read_request, run_command, to_json
+from engine.cli import console, read_request, run_command, to_json
 from engine.config import EngineConfig, ScoreConfig, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.identity import made_with
 from engine.lines import SUFFIXES, Load, score_lines
-from engine.load.checkpoint import RANDOM_NOTE
 from engine.output import Output, claim, named_inputs
+from engine.table import print_table
 
 
 def main() -> None:
     def job(config: ScoreConfig) -> int:
         try:
-            return score(config, load=_load, stdin=sys.stdin.buffer, stdout=sys.stdout, stderr=sys.stderr)
+            return score(config, load=_load, stdin=standard_input(), stdout=sys.stdout, stderr=sys.stderr)
         finally:
             gc.collect()  # the next job of a sweep finds this one's memory free
 
-    sys.exit(run_command("score", ScoreConfig, job))
+    run("score", lambda: run_command("score", ScoreConfig, job))
 
 
 def _load(config: EngineConfig) -> Engine:
@@ -38,9 +41,14 @@ def _load(config: EngineConfig) -> Engine:
         return Engine.load(config, progress=lambda done, total: progress.update(bar, completed=done, total=total))
 
 
-def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, stderr: TextIO) -> int:
-    """Answer `config.request` and return the exit code. Raises what the engine raises for a single request."""
+def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO | None, stdout: TextIO | None, stderr: TextIO) -> int:
+    """Answer `config.request` and return the exit code. Raises what the engine raises for a single request.
+
+    `stdin` and `stdout` are None where they are closed.
+    """
     config = resolve(config)
+    if config.out is None and stdout is None:
+        raise ConfigError("standard output is closed; give out=FILE")
     if config.request is not None and config.request.endswith(SUFFIXES):
         return score_lines(config, load=load, stdout=stdout, stderr=stderr)
     if config.questions is not None:
@@ -51,48 +59,24 @@ def score(config: ScoreConfig, *, load: Load, stdin: BinaryIO, stdout: TextIO, s
     with _claimed(config, stdin) as out:
         with load(config) as engine:
             response = engine.score(body).to_dict()
-        console(stderr).print(f"request: {source}\n")
-        console(stderr).print(summary(response))
         text = to_json(response, indent=2) + "\n"
-        if out is None:
-            stdout.write(text)
-            stdout.flush()
-        else:
+        if out is not None:
             out.write(text)
             out.write_options(made_with(config))
+            stdout = None
+        alone = config.format == "table" or (config.format == "auto" and stdout is not None and stdout.isatty())
+        if stdout is not None and not alone:
+            stdout.write(text)
+            stdout.flush()
+        if config.format != "json":
+            print_table(console(stdout if stdout is not None and alone else stderr), source, response)
     return 0
 
 
-def _claimed(config: ScoreConfig, stdin: BinaryIO) -> AbstractContextManager[Output | None]:
+def _claimed(config: ScoreConfig, stdin: BinaryIO | None) -> AbstractContextManager[Output | None]:
     if config.out is None:
         return nullcontext()
     return claim(config.out, inputs=named_inputs(config, stdin), overwrite=config.overwrite)
-
-
-def summary(response: dict[str, Any]) -> Group:
-    """The wire response as a table for reading."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("question", "type", "answer", "confidence", "probabilities"):
-        table.add_column(column)
-    for id, answer in response["answers"].items():
-        table.add_row(Text(plain(id)), answer["type"], *_cells(answer))
-    metadata = response["metadata"]
-    tokens, seconds = response["usage"]["input_tokens"], metadata["inference_seconds"]
-    reused = metadata["prefix_cache"].get("reused_input_tokens", 0)
-    lines = ["", f"{response['model']}: {tokens:,} tokens, {reused:,} of them reused, {seconds * 1e3:,.0f} ms"]
-    if metadata.get("weights") == "random":
-        lines.append(RANDOM_NOTE)
-    return Group(table, Text("\n".join(lines)))
-
-
-def _cells(answer: dict[str, Any]) -> tuple[Text, str, Text]:
-    """Answer, confidence and the three largest probabilities."""
-    if answer["type"] == "noul":
-        return Text(f"yes with {answer['noul']:.3f}"), "", Text("")
-    ranked = sorted(answer["probabilities"].items(), key=lambda entry: -entry[1])
-    shown = "  ".join(f"{name} {p:.3f}" for name, p in ranked[:3]) + ("  ..." if len(ranked) > 3 else "")
-    value = answer["choice"] if answer["type"] == "choice" else f"{answer['score']:.2f} of {len(ranked) - 1}"
-    return Text(plain(value)), f"{answer['confidence']:.3f}", Text(plain(shown))
 
 
 if __name__ == "__main__":

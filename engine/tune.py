@@ -8,6 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
+from engine.process import begin, run
+
+if __name__ == "__main__":
+    begin("tune")  # before torch, whose import takes seconds, is interrupted
+
 import torch
 from rich import progress as bars_of
 from rich.console import Console
@@ -34,7 +39,7 @@ class TuneConfig(EngineConfig):
 
 
 def main() -> None:
-    sys.exit(run_command("tune", TuneConfig, lambda config: search_and_report(config, stderr=sys.stderr)))
+    run("tune", lambda: run_command("tune", TuneConfig, lambda config: search_and_report(config, stderr=sys.stderr)))
 
 
 def tune_in_turn(

@@ -5,7 +5,6 @@ Knows nothing of what a case measures.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from bench_options import BenchConfig
@@ -13,10 +12,11 @@ from cases import Case, case_named
 from record import Record, append, print_table, progress
 
 from engine.cli import run_command
+from engine.process import run
 
 
 def main() -> None:
-    sys.exit(run_command("bench", BenchConfig, lambda config: bench(config, case_named(config.case))))
+    run("bench", lambda: run_command("bench", BenchConfig, lambda config: bench(config, case_named(config.case))))
 
 
 def bench(config: BenchConfig, case: Case) -> int:

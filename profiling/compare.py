@@ -32,13 +32,14 @@ from engine.config import EngineConfig, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError, nearest
 from engine.lines import Load
+from engine.process import run
 
 
 def main() -> None:
     def job(config: CompareConfig) -> int:
         return compare(config, load=Engine.load, stdout=sys.stdout, stderr=sys.stderr)
 
-    sys.exit(run_command("compare", CompareConfig, job))
+    run("compare", lambda: run_command("compare", CompareConfig, job))
 
 
 def compare(config: CompareConfig, *, load: Load, stdout: TextIO, stderr: TextIO) -> int:

@@ -31,6 +31,7 @@ from engine.config import EngineConfig, resolve
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.lines import Load
+from engine.process import run
 from engine.run import ranges
 
 WARM_UPS = 2
@@ -60,7 +61,7 @@ def main() -> None:
     def job(config: SessionConfig) -> int:
         return session(config, load=Engine.load, stderr=sys.stderr)
 
-    sys.exit(run_command("session", SessionConfig, job))
+    run("session", lambda: run_command("session", SessionConfig, job))
 
 
 def session(config: SessionConfig, *, load: Load, stderr: TextIO) -> int:

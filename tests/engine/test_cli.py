@@ -30,7 +30,7 @@ def test_the_example_is_scored_and_named_when_no_request_is_given(engine: FakeEn
 def test_json_goes_to_stdout_and_the_table_to_stderr(engine: FakeEngine) -> None:
     run = Run(engine, REQUEST, request="-")
     assert json.loads(run.out) == FakeResponse(REQUEST).to_dict()
-    for cells in (["colour", "choice", "red", "0.500"], ["sure", "noul", "yes with 0.125"], ["level", "1.50 of 2"]):
+    for cells in (["colour", "red", "75 %"], ["blue", "25 %"], ["sure", "no", "88 %"], ["level", "1.50 on a scale"]):
         assert any(all(cell in line for cell in cells) for line in run.err.splitlines()), cells
     assert "1,234 tokens, 1,000 of them reused, 500 ms" in run.err
     assert "The weights are random" in run.err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,13 @@ CONFIGS = [
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["forkgraph", *words])
+    handler = signal.getsignal(signal.SIGINT)
     try:
         command.main()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0
+    finally:
+        signal.signal(signal.SIGINT, handler)
     return 0
 
 

@@ -10,7 +10,8 @@ import pytest
 from engine import cli
 from engine.config import ScoreConfig
 from engine.errors import RequestError
-from engine.score import score, summary
+from engine.score import score
+from engine.table import summary
 from tests.engine.engine_support import cache_dir, choice, loaded
 
 ESCAPES = "\x1b[2Jq\x9b31m\x07"
