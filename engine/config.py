@@ -234,7 +234,8 @@ class ScoreConfig(EngineConfig):
     """`forkgraph score`."""
 
     request: str | None = None
-    """A .json request, a .jsonl or .parquet file with many, or `-` for one request on standard input."""
+    """A .json request, a .jsonl or .parquet file with many, `-` for one request on standard input, or `example:NAME`.
+    Without one: `example:support_ticket`."""
     questions: str | None = None
     """JSON file with the questions that are asked of each `state` in a .parquet request."""
     out: str | None = None
@@ -319,17 +320,13 @@ def resolve(config: Config) -> Config:
         gemm=_resolve_gemm(config.gemm, device, dtype),
         schedule=_resolve_schedule(config.schedule, config.pack, device),
         graphs=_resolve_graphs(config.graphs, device),
-        cache_dir=None
-        if config.cache_dir is None
-        else str(expanded(f"cache_dir={config.cache_dir}", config.cache_dir)),
+        cache_dir=None if config.cache_dir is None else str(expanded("cache_dir", config.cache_dir)),
     )
 
 
 def cache_folder(config: EngineConfig) -> Path:
     """`cache_dir`, or the user's own. Raises ConfigError where neither is given."""
-    return (
-        default_cache_dir() if config.cache_dir is None else expanded(f"cache_dir={config.cache_dir}", config.cache_dir)
-    )
+    return default_cache_dir() if config.cache_dir is None else expanded("cache_dir", config.cache_dir)
 
 
 def dtype_bytes(dtype: str) -> int:

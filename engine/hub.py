@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import ConfigError, nearest
-from engine.values import expanded
 
 if TYPE_CHECKING:
     from engine.options import Model
@@ -25,7 +24,9 @@ def existing_folder(option: str, value: str) -> Path:
     `option` is how the user gave it. Raises ConfigError that says where it was looked for.
     """
     try:
-        return _existing(option, value, expanded(option, value))
+        return _existing(option, value, Path(value).expanduser())
+    except RuntimeError:
+        raise ConfigError(f"{option}: this user has no home folder; give the whole path") from None
     except OSError as error:
         raise ConfigError(f"{option}: cannot be read: {error.strerror}") from None
 

@@ -43,12 +43,12 @@ def path_of(name: str, value: str | os.PathLike[str] | None, kind: str = "folder
     return value
 
 
-def expanded(option: str, path: str) -> Path:
+def expanded(name: str, path: str) -> Path:
     """`path` with `~` spelled out. Raises ConfigError where the user has no home."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{option}: this user has no home folder; give the whole path") from None
+        raise ConfigError(f"{name}={path}: this user has no home folder; give the whole path") from None
 
 
 Group = TypeVar("Group")

@@ -17,6 +17,16 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    _splat = InterpreterBuilder.create_splat
+
+    def _splat_of_bool(self: Any, shape: Any, x: Any) -> Any:
+        """Spreads a scalar mask as booleans: the interpreter makes integers of it, which that of Triton 3.9 refuses."""
+        return _splat(self, shape, TensorHandle(x.data, tl.int1) if x.data.dtype == bool else x)
+
+    InterpreterBuilder.create_splat = _splat_of_bool
 
 _GUARD_BYTES = 256
 

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.statistics": ("engine.errors",),
     "engine.options": (),
     "engine.resources": ("engine.errors",),
-    "engine.hub": ("engine.errors", "engine.values"),
+    "engine.hub": ("engine.errors",),
     "engine.values": ("engine.errors",),
     "engine.config": ("engine.errors", "engine.hub", "engine.options", "engine.values"),
     "engine.wire": ("engine.wire", *_BASE),
