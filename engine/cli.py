@@ -195,9 +195,14 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent).translate(_JSON_CONTROLS)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process without a word
+
+
 def console(stream: TextIO) -> Console:
     """For text that is not ours to interpret, wide enough for the tables when it goes to a file."""
-    return Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
+    return _Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
 
 
 def config_text(config: EngineConfig) -> str:
