@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 from typing import TypedDict
 
@@ -9,8 +10,9 @@ import numpy as np
 import torch
 
 from engine.config import EngineConfig, cache_folder
-from engine.errors import ConfigError
+from engine.errors import ConfigError, InferenceError
 from engine.load.dimensions import ModelDimensions
+from engine.load.environment import explain_failure
 from engine.load.opening import open_model
 from engine.load.projections import projection_shapes
 from engine.load.tensors import Weights
@@ -22,7 +24,9 @@ from engine.run.executor import Executor
 from engine.run.model import Backbone
 from engine.wire.answers import Provenance
 from engine.wire.processor import Processor
+from graphs.examine import LayerSizes
 from graphs.rungs import COVERING, rung
+from graphs.selftest import SelfTestError, self_test
 from graphs.tuning.tuner import UnknownEnvironmentError, prepare
 from ops.linear import linear_default, linear_fixed
 from ops.linear_tuned import linear_tuned
@@ -72,9 +76,14 @@ def make_executor(
     made: torch.cuda.Event | None,
     progress: Progress,
 ) -> Executor:
-    """The executor over weights that are there once the event `made` has happened."""
+    """The executor over weights that are there once the event `made` has happened.
+
+    Raises ConfigError where kernels or products cannot be believed, InferenceError where kernels cannot be run.
+    """
     if made is not None:
         torch.cuda.current_stream().wait_event(made)
+    if torch.device(config.device).type == "cuda" and config.dtype == "bfloat16":
+        check_kernels(config, dimensions)
     if config.gemm == "tuned":
         try:
             prepare(
@@ -86,6 +95,32 @@ def make_executor(
     backbone = Backbone(weights, dimensions, _HANDLES[config.gemm], compile_layers=config.graphs == "compiled")
     graphs_bytes = int(config.memory.graphs_gib * 2**30) if config.graphs == "captured" else 0
     return Executor(backbone, capture_limit_bytes=graphs_bytes)
+
+
+def check_kernels(config: EngineConfig, d: ModelDimensions) -> None:
+    """Raises ConfigError for a kernel that is wrong here, InferenceError for one that cannot be run."""
+    sizes = LayerSizes(
+        hidden_size=d.hidden_size,
+        intermediate_size=d.intermediate_size,
+        gdn_proj=d.gdn_proj,
+        key_heads=d.linear_num_key_heads,
+        value_heads=d.linear_num_value_heads,
+        key_dim=d.linear_key_head_dim,
+        value_dim=d.linear_value_head_dim,
+        heads=d.num_attention_heads,
+        kv_heads=d.num_key_value_heads,
+        head_dim=d.head_dim,
+        rotary_dim=d.rotary_dim,
+    )
+    folder = cache_folder(config)
+    try:
+        self_test(sizes, device=torch.device(config.device), cache_dir=folder)
+    except SelfTestError as error:
+        raise ConfigError(str(error)) from None
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # they hold what the test had allocated
+        told = explain_failure(error) or f"{type(error).__name__}: {error}"
+        raise InferenceError(f"the self-test of the kernels failed: {told}") from error
 
 
 def warm_up(config: EngineConfig, planner: Planner, executor: Executor, progress: Progress) -> None:

@@ -9,11 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from engine import process
 from engine.config import MODELS
 from engine.errors import ConfigError
+from engine.resources import CONFIGS
+
+PACKAGES = ("engine", "graphs", "ops")
+"""Names that a program's own files may have too."""
 
 
 def main() -> None:
@@ -38,12 +43,22 @@ def run(arguments: Sequence[str], *, stdout: TextIO, stderr: TextIO) -> int:
     except ConfigError as error:
         print(f"check: {error}", file=stderr)
         return 2
+    if found := shadows(Path.cwd()):
+        facts = {"in the way": f"{', '.join(found)} (of python -m and of scripts there, not of this command)"} | facts
     for name, value in facts.items():
         print(f"{name}: {value}", file=stdout)
     for finding in findings:
         print(finding, file=stdout)
     print(f"{len(findings)} finding{'s' * (len(findings) != 1)}" if findings else "nothing found", file=stdout)
     return 1 if findings else 0
+
+
+def shadows(folder: Path) -> list[str]:
+    """Files that Python takes for parts of this project where a program is started in `folder`."""
+    if folder.samefile(CONFIGS.parent):
+        return []
+    files = (folder / file for name in PACKAGES for file in (f"{name}/__init__.py", f"{name}.py"))
+    return [str(file) for file in files if file.exists()]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
@@ -26,17 +25,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from engine.config import EngineConfig, expanded
+from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 from engine.help import command_help
 from engine.output import refuse_shared
 from engine.overrides import keys, prepared, text_options
 from engine.process import discard, interrupted, interruptible, say
-from engine.resources import CONFIGS
+from engine.resources import CONFIGS, EXAMPLE, example
+from engine.values import expanded
 from engine.wire.requests import MAX_BODY_BYTES
 from graphs.files import replace_file
 
-EXAMPLE = "configs/requests/support_ticket.json"
+DEFAULT = f"{EXAMPLE}support_ticket"
 """The request that commands take when none is given."""
 
 Config = TypeVar("Config", bound=EngineConfig)
@@ -144,8 +144,7 @@ def as_config_error(error: Exception, config_class: type[EngineConfig]) -> Confi
 def read_request(request: str | None, stdin: BinaryIO | None) -> tuple[bytes, str]:
     """The body of one request and where it is from. Raises ConfigError when it cannot be read, or holds several."""
     if request is None:
-        folder, _, path = EXAMPLE.partition("/")
-        return files(folder).joinpath(path).read_bytes(), f"{EXAMPLE} (the example; choose with request=FILE)"
+        return readable(DEFAULT).read_bytes(), f"{DEFAULT} (choose with request=FILE)"
     if request == "-":
         if stdin is None:
             raise ConfigError("request=-: standard input is closed")
@@ -161,7 +160,7 @@ def read_request(request: str | None, stdin: BinaryIO | None) -> tuple[bytes, st
 
 def readable(name: str, option: str = "request") -> Path:
     """The path of a file that can be opened. Raises ConfigError naming it, and a file with nearly that name."""
-    path = expanded(option, name)
+    path = example(name) if name.startswith(EXAMPLE) else expanded(f"{option}={name}", name)
     try:
         if not stat.S_ISFIFO(path.stat().st_mode):  # whose writer would see that it was closed
             path.open("rb").close()

@@ -17,7 +17,8 @@ import platformdirs
 
 from engine import options
 from engine.errors import ConfigError, nearest, shown
-from engine.values import flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
+from engine.hub import SIZES, existing_folder
+from engine.values import expanded, flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
 
 if TYPE_CHECKING:
     import torch
@@ -105,10 +106,12 @@ class EngineConfig:
     """
 
     model: Model = "tiny"
-    """Size of the backbone. `tiny` needs no weights; the others are Qwen3.5-4B, Qwen3.5-9B and Qwen3.8-27B."""
+    """Size of the backbone. `tiny` needs no weights; the others are Qwen3.5-4B, Qwen3.5-9B and Qwen3.8-27B,
+    whose names on Hugging Face (`Qwen/Qwen3.5-9B`) stand for the size and its weights."""
     checkpoint: str | None = None
     """Folder of a Hugging Face model, an Open-Jev package, its merged export or a Cua-S1 adapter, told apart by
-    content; or `random` for weights made from `seed`. `tiny` makes its own when none is given."""
+    content; a name on Hugging Face (ORG/NAME) that is in its cache; or `random` for weights made from `seed`. `tiny`
+    makes its own when none is given."""
     base: str | None = None
     """Hugging Face folder with the base weights, for a checkpoint that holds none of its own."""
     check_ids: bool = True
@@ -151,12 +154,14 @@ class EngineConfig:
     nvtx: bool = False
     """Emit NVTX ranges in the domain `forkgraph`, for a profiler that watches this process."""
     cache_dir: str | None = None
-    """Where tiny checkpoints and tuned products are kept. Without one: `forkgraph` in the user's cache folder."""
+    """Where tiny checkpoints, tuned products and passed self-tests are kept. Without one: `forkgraph` in the user's
+    cache folder."""
     tokens: TokensConfig = field(default_factory=TokensConfig)
     letters: LettersConfig = field(default_factory=LettersConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
     def __post_init__(self) -> None:
+        self._take_names()
         one_of("model", self.model, MODELS)
         one_of("dtype", self.dtype, DTYPES)
         one_of("split", self.split, SPLITS)
@@ -186,6 +191,18 @@ class EngineConfig:
             raise ConfigError(
                 f"pack=one runs branches one by one, which contradicts schedule={self.schedule}; use schedule=levels"
             )
+
+    def _take_names(self) -> None:
+        """A published name as `model` stands for its size and, without another checkpoint, for its weights."""
+        if isinstance(self.model, str) and "/" in self.model:
+            if self.model not in SIZES:
+                names = f"{', '.join(SIZES)}{nearest(self.model, SIZES)}; other weights are named by checkpoint="
+                raise ConfigError(f"model={self.model} is not one of {', '.join(MODELS)}, {names}")
+            if self.checkpoint is None:
+                self.checkpoint = self.model
+            self.model = SIZES[self.model]
+        elif self.model == "tiny" and isinstance(self.checkpoint, str):
+            self.model = SIZES.get(self.checkpoint, self.model)
 
 
 def _device(device: str | torch.device) -> str:
@@ -302,13 +319,17 @@ def resolve(config: Config) -> Config:
         gemm=_resolve_gemm(config.gemm, device, dtype),
         schedule=_resolve_schedule(config.schedule, config.pack, device),
         graphs=_resolve_graphs(config.graphs, device),
-        cache_dir=None if config.cache_dir is None else str(expanded("cache_dir", config.cache_dir)),
+        cache_dir=None
+        if config.cache_dir is None
+        else str(expanded(f"cache_dir={config.cache_dir}", config.cache_dir)),
     )
 
 
 def cache_folder(config: EngineConfig) -> Path:
     """`cache_dir`, or the user's own. Raises ConfigError where neither is given."""
-    return default_cache_dir() if config.cache_dir is None else expanded("cache_dir", config.cache_dir)
+    return (
+        default_cache_dir() if config.cache_dir is None else expanded(f"cache_dir={config.cache_dir}", config.cache_dir)
+    )
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -325,25 +346,8 @@ def default_cache_dir() -> Path:
     raise ConfigError("this user has no home folder to keep files in; give cache_dir=FOLDER")
 
 
-def expanded(name: str, path: str) -> Path:
-    """`path` with `~` spelled out. Raises ConfigError where the user has no home."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{name}={path}: this user has no home folder; give the whole path") from None
-
-
 def _resolve_folder(name: str, value: str | None) -> str | None:
-    if value is None:
-        return None
-    folder = expanded(name, value)
-    try:
-        if not folder.is_dir():
-            beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
-            raise ConfigError(f"{name}={value}: no such folder{nearest(folder.name, beside)}")
-    except OSError as error:
-        raise ConfigError(f"{name}={value}: cannot be read: {error.strerror}") from None
-    return str(folder)
+    return None if value is None else str(existing_folder(f"{name}={value}", value))
 
 
 def _resolve_schedule(schedule: Schedule, pack: Pack, device: str) -> Schedule:

@@ -15,8 +15,9 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-from engine.config import ScoreConfig, expanded
+from engine.config import ScoreConfig
 from engine.errors import ConfigError
+from engine.values import expanded
 from graphs.files import replace_file
 
 _KINDS = {
@@ -79,7 +80,7 @@ def claim(
 
 def _target(given: str) -> Path:
     """The file behind `given`, which need not exist."""
-    path = expanded("out", given)
+    path = expanded(f"out={given}", given)
     if given == "-":
         raise ConfigError("out=- is no file; leave out= away for standard output")
     try:
@@ -103,7 +104,7 @@ def _target(given: str) -> Path:
 def _refuse_input(out: Output, inputs: Mapping[str, str | BinaryIO]) -> None:
     for name, given in inputs.items():
         try:
-            source = os.stat(expanded(name, given)) if isinstance(given, str) else os.fstat(given.fileno())
+            source = os.stat(expanded(f"{name}={given}", given)) if isinstance(given, str) else os.fstat(given.fileno())
         except (OSError, ValueError):  # it cannot be read either
             continue
         for path in (out.path, out.options):
@@ -141,7 +142,7 @@ def refuse_shared(outs: Sequence[str | None]) -> None:
     for given in outs:
         if given is None:
             continue
-        path = os.path.realpath(expanded("out", given))
+        path = os.path.realpath(expanded(f"out={given}", given))
         identities: list[str | tuple[int, int]] = [path]
         with suppress(OSError, ValueError):  # a file that is there may have other names
             identities.append((os.stat(path).st_dev, os.stat(path).st_ino))

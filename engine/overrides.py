@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, nearest
+from engine.hub import SIZES
 from engine.resources import CONFIGS
 
 _FREE_FORM = tuple(f"hydra.{name}." for name in ("hydra_logging", "job_logging", "callbacks", "launcher", "sweeper"))
@@ -34,15 +35,27 @@ def prepared(words: Sequence[str], config_class: type[EngineConfig]) -> list[str
     """
     arguments = get_args_parser().parse_intermixed_args(words)
     texts = text_options(config_class)
-    typed = [_typed(word, texts, arguments.multirun) for word in arguments.overrides]
+    given = _named_models(arguments.overrides)
+    typed = [_typed(word, texts, arguments.multirun) for word in given]
     folders = [CONFIGS]
     if arguments.config_dir is not None:
         folders.append(Path(arguments.config_dir))
         if not folders[-1].is_dir():
             raise ConfigError(f"--config-dir {arguments.config_dir}: no such folder")
-    for word, given in zip(typed, arguments.overrides, strict=True):
-        _check(_parsed(word, given), config_class, folders)
+    for word, original in zip(typed, given, strict=True):
+        _check(_parsed(word, original), config_class, folders)
     return [*typed, *(word for word in words if word not in arguments.overrides)]  # Hydra wants them side by side
+
+
+def _named_models(overrides: Sequence[str]) -> list[str]:
+    """`model=` is a group of Hydra, so a published name there is spelled out as `EngineConfig` takes it."""
+    words = []
+    for word in overrides:
+        size = SIZES.get(word.removeprefix("model="))
+        words.append(f"model={size}" if size and word.startswith("model=") else word)
+        if words[-1] != word and not any(other.startswith("checkpoint=") for other in overrides):
+            words.append(word.replace("model", "checkpoint", 1))
+    return words
 
 
 def text_options(config_class: type[EngineConfig], prefix: str = "") -> dict[str, bool]:

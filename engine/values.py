@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.errors import ConfigError, nearest, shown
@@ -40,6 +41,14 @@ def path_of(name: str, value: str | os.PathLike[str] | None, kind: str = "folder
     if value == "":
         raise ConfigError(f"{name}= is empty; give a {kind} or leave it out")
     return value
+
+
+def expanded(option: str, path: str) -> Path:
+    """`path` with `~` spelled out. Raises ConfigError where the user has no home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{option}: this user has no home folder; give the whole path") from None
 
 
 Group = TypeVar("Group")

@@ -9,16 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cases import CASES
+from floors import OPERATORS, Ceilings
 from forwards import Workload
-from inputs import Ceilings
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, nearest
-
-OPERATORS = (
-    "delta_rule", "attention", "attention_prepare", "add_rms_norm", "gdn_conv", "gated_rms_norm", "silu_mul",
-    "take_rows",
-)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -26,13 +21,15 @@ class BenchConfig(EngineConfig):
     """`python profiling/bench.py`. Without a checkpoint, weights are made from the seed."""
 
     case: str = "equality"
+    """What is measured: a file of `profiling/cases/`."""
     out: str | None = None
     """File that gets a JSON line for each record, as it is taken."""
     samples: int = 10
     """Of each time; at least three, and no more once they take long."""
     tbytes: float = Ceilings.tbytes
-    """This and the next are the ceilings of floors."""
+    """Memory traffic per second; with the next, the ceilings that floors are made of."""
     tflops: float = Ceilings.tflops
+    """Multiplications and additions per second."""
     rows: list[int] = field(default_factory=lambda: [1, 64, 128, 256, 320, 512, 1088, 3136, 8960, 11776])
     """case=gemm: row counts."""
     only: list[str] = field(default_factory=list)

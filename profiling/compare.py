@@ -13,21 +13,18 @@ import hashlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, fields
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from comparison.gates import verdicts
-from comparison.journal import PASSES, Journal
+from comparison.journal import Journal
 from comparison.loop import Comparison, scalar_head, unfinished
 from comparison.options import CompareConfig
 from comparison.report import page
 from record import ROOT, environment
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from workloads import Workload, workloads
 
 from engine.cli import run_command, write_whole
@@ -65,8 +62,9 @@ def compare(config: CompareConfig, *, load: Load, stdout: TextIO, stderr: TextIO
     engine_config = EngineConfig(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})
     try:
         if unfinished(config, journal, chosen):
-            with load(engine_config) as owner, _lines(config, len(chosen) * len(PASSES), stderr) as report:
+            with load(engine_config) as owner:
                 scalar_head(owner)
+                report = partial(print, file=stderr, flush=True)
                 Comparison(
                     config=config, owner=owner, journal=journal, began=began, workloads=chosen, report=report
                 ).run()
@@ -91,29 +89,12 @@ def _sources() -> str:
 
 def _chosen(config: CompareConfig) -> list[Workload]:
     """The requests to run. Raises ConfigError for a pattern that names none in the sets."""
-    found = workloads(config.sets)
-    known = [workload.name for workload in found]
-    for pattern in config.names:
-        if not any(fnmatchcase(name, pattern) for name in known):
-            raise ConfigError(f"names={pattern} is in none of sets={','.join(config.sets)}{nearest(pattern, known)}")
-    patterns = config.names or ["*"]
+    found, patterns = workloads(config.sets), config.names or ["*"]
+    for pattern in patterns:
+        if not any(fnmatchcase(workload.name, pattern) for workload in found):
+            close = nearest(pattern, [workload.name for workload in found])
+            raise ConfigError(f"names={pattern} is in none of sets={','.join(config.sets)}{close}")
     return [workload for workload in found if any(fnmatchcase(workload.name, pattern) for pattern in patterns)]
-
-
-@contextmanager
-def _lines(config: CompareConfig, total: int, stderr: TextIO) -> Iterator[Callable[[str], None]]:
-    """A bar over all requests and passes with the last line beside it on a terminal, plain lines otherwise."""
-    if not (config.progress and stderr.isatty()):
-        yield lambda text: print(text, file=stderr, flush=True)
-        return
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(file=stderr)) as progress:
-        bar = progress.add_task("arms", total=total)
-
-        def report(text: str) -> None:
-            progress.update(bar, description=text, advance=text.startswith("pass "))
-
-        yield report
 
 
 if __name__ == "__main__":

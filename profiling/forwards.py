@@ -30,9 +30,6 @@ from ops.tables import MAX_ROWS
 
 CAPTURE_LIMIT = 2 << 30
 HANDLES: dict[str, Linear] = {"default": linear_default, "fixed": linear_fixed, "tuned": linear_tuned}
-BATCHED_PASSES = 4
-"""About as many full passes as `batched` runs of a large workload."""
-
 Questions = list[list[Prompt]]
 
 
@@ -58,8 +55,13 @@ class Workload:
         return f"{self.prefix}+{self.candidates}x{self.length}" if self.prefix else str(self.length)
 
     @property
+    def own_rows(self) -> int:
+        """Of all candidates, the prefix not counted."""
+        return self.candidates * self.length
+
+    @property
     def unique_rows(self) -> int:
-        return self.prefix + self.candidates * self.length
+        return self.prefix + self.own_rows
 
     def prompts(self, vocabulary: int) -> list[Prompt]:
         rng = np.random.default_rng(self.prefix + self.length)
@@ -70,8 +72,8 @@ class Workload:
         """Of how many candidates `schedule` is measured."""
         if schedule == "independent":
             return min(self.candidates, few)
-        if schedule == "batched":
-            return min(self.candidates, max(few, BATCHED_PASSES * MAX_ROWS // (self.prefix + self.length)))
+        if schedule == "batched":  # about a full pass
+            return min(self.candidates, max(few, MAX_ROWS // (self.prefix + self.length)))
         return self.candidates
 
 

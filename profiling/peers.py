@@ -12,9 +12,8 @@ import copy
 import inspect
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,12 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from engine.errors import ConfigError, InferenceError, RequestError
+from engine.errors import ConfigError, RequestError
 from engine.load.dimensions import ModelDimensions
 from engine.load.tensors import AttentionWeights, Weights
 from engine.plan.layout import build_layout
 from engine.prompt import Prompt
-from ops.tables import CONV_HISTORY
+from ops.sizes import CONV_HISTORY
 
 PATHS = ("torch", "fla")
 """The delta rule of transformers: its own torch code, or flash-linear-attention's kernels."""
@@ -51,16 +50,6 @@ _SAME = (
 
 _CACHE = "cache" if "cache" in inspect.signature(modeling.Qwen3_5TextModel.forward).parameters else "past_key_values"
 
-Rows = tuple[list[int], Tensor]
-"""Which candidates, and their hidden states [candidates, h] on the device."""
-
-
-@dataclass(frozen=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    ids: Tensor  # [1, tokens], what a replay reads
-    row: Tensor  # [1, h], what it writes
-
 
 class Peer:
     """One way of running transformers over `weights`. Peers of both paths may live together, one running at a time.
@@ -78,32 +67,29 @@ class Peer:
     def __init__(self, weights: Weights, dimensions: ModelDimensions, *, path: str, way: str, batch: int = 32) -> None:
         """Raises ConfigError for an unknown path or way, and for one that this device or installation cannot run."""
         self.device = weights.embedding.device
-        _check(weights, path=path, way=way, batch=batch, device=self.device)
-        self.name = f"transformers/{path}/{way}"
+        _check(weights, path=path, way=way, device=self.device)
         self.capture_seconds: dict[int, float] = {}
         """Seconds by prompt length, one warm-up forward included; summed where a length had to be captured again."""
         self.model: Any = _text_model(weights, dimensions)
-        self._path, self._batch = path, batch
-        ways: dict[str, Callable[[list[Prompt]], Iterator[Rows]]] = {
-            "one": self._one, "graph": self._graph, "batched": self._batched, "forked": self._forked,
-        }  # fmt: skip
-        self._way = ways[way]
-        self._captured: OrderedDict[int, _Captured] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle() if way == "graph" else None
-        self._stream: Any = torch.cuda.Stream(self.device) if way == "graph" else None  # type: ignore[no-untyped-call]
+        self._path, self._way, self._batch = path, way, batch
+        self._captured: OrderedDict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
+        """By prompt length: the graph, ids [1, tokens] that a replay reads, the row [1, h] that it writes."""
+        self._pool: Any = None
+        self._stream: Any = None
+        if way == "graph":
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def forward(self, questions: Sequence[Sequence[Prompt]]) -> Tensor:
         """The last row's hidden state of each candidate, in order, after the final norm: [candidates, h] on the CPU.
 
-        Raises RequestError when there is no candidate, InferenceError after `close`; torch's own errors pass through.
+        Raises RequestError when there is no candidate; torch's own errors pass through.
         """
         prompts = [prompt for candidates in questions for prompt in candidates]
         if not prompts:
             raise RequestError("there must be at least one candidate", field="questions")
-        if self.model is None:
-            raise InferenceError(f"{self.name} is closed")
         with torch.inference_mode(), _delta_rule(self._path):
-            done = list(self._way(prompts))
+            done = list(self._run(prompts))
         hidden_Nh = torch.cat([rows for _, rows in done]).cpu()  # which waits for the device
         in_order = torch.empty_like(hidden_Nh)
         in_order[[i for indices, _ in done for i in indices]] = hidden_Nh
@@ -121,34 +107,33 @@ class Peer:
         self._captured.clear()
         self._pool = self.model = None
 
-    def _one(self, prompts: list[Prompt]) -> Iterator[Rows]:
-        for i, prompt in enumerate(prompts):
-            yield [i], self._last_rows([prompt])
-
-    def _batched(self, prompts: list[Prompt]) -> Iterator[Rows]:
-        for indices in self._batches(prompts):
-            yield indices, self._last_rows([prompts[i] for i in indices])
-
-    def _forked(self, prompts: list[Prompt]) -> Iterator[Rows]:
-        prefix = build_layout([prompts], "exact").request_prefix_tokens
-        if prefix == 0:  # as for a single candidate
-            yield from self._batched(prompts)
+    def _run(self, prompts: list[Prompt]) -> Iterator[tuple[list[int], Tensor]]:
+        """Which candidates, and their hidden states [candidates, h] on the device."""
+        if self._way in ("one", "graph"):
+            row = self._last_rows if self._way == "one" else self._replayed
+            yield from (([i], row([prompt])) for i, prompt in enumerate(prompts))
             return
-        cache = DynamicCache(config=self.model.config)
-        self._hidden(self._ids([Prompt(prompts[0].token_ids[:prefix])]), cache=cache)
-        for indices in self._batches(prompts):
-            fork = _forked_cache(cache, len(indices), self.device)
+        prefix, cache = 0, None
+        if self._way == "forked":
+            prefix = build_layout([prompts], "exact").request_prefix_tokens
+        if prefix:
+            cache = DynamicCache(config=self.model.config)
+            self._hidden(self._ids([Prompt(prompts[0].token_ids[:prefix])]), cache=cache)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for first in range(0, len(order), self._batch):
+            indices = order[first : first + self._batch]
+            fork = None if cache is None else _forked_cache(cache, len(indices), self.device)
             yield indices, self._last_rows([prompts[i] for i in indices], prefix, fork)
 
-    def _graph(self, prompts: list[Prompt]) -> Iterator[Rows]:
-        for i, prompt in enumerate(prompts):
-            if len(prompt) not in self._captured:
-                self._capture(prompt)
-            self._captured.move_to_end(len(prompt))
-            captured = self._captured[len(prompt)]
-            captured.ids.copy_(self._ids([prompt]), non_blocking=True)
-            captured.graph.replay()
-            yield [i], captured.row.clone()
+    def _replayed(self, prompts: list[Prompt]) -> Tensor:
+        [prompt] = prompts
+        if len(prompt) not in self._captured:
+            self._capture(prompt)
+        self._captured.move_to_end(len(prompt))
+        graph, ids, row = self._captured[len(prompt)]
+        ids.copy_(self._ids([prompt]), non_blocking=True)
+        graph.replay()
+        return row.clone()
 
     def _capture(self, prompt: Prompt) -> None:
         """Graphs share a pool: they run one after another, and a kept row is no other graph's to write."""
@@ -163,14 +148,9 @@ class Peer:
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             row = self._hidden(ids)[:, -1].clone()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._captured[len(prompt)] = _Captured(graph, ids, row)
+        self._captured[len(prompt)] = graph, ids, row
         seconds = time.perf_counter() - start
         self.capture_seconds[len(prompt)] = self.capture_seconds.get(len(prompt), 0.0) + seconds
-
-    def _batches(self, prompts: list[Prompt]) -> Iterator[list[int]]:
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        for first in range(0, len(order), self._batch):
-            yield order[first : first + self._batch]
 
     def _last_rows(self, prompts: list[Prompt], start: int = 0, cache: Cache | None = None) -> Tensor:
         """[prompts, h] from one forward over the tokens from position `start` on."""
@@ -204,17 +184,12 @@ def takes_fla() -> bool:
     return all(inspect.getclosurevars(f).nonlocals.get("is_new_implementation", False) for f in functions)
 
 
-def _check(weights: Weights, *, path: str, way: str, batch: int, device: torch.device) -> None:
-    if path not in PATHS:
-        raise ConfigError(f"path={path} is not one of {', '.join(PATHS)}")
-    if way not in WAYS:
-        raise ConfigError(f"way={way} is not one of {', '.join(WAYS)}")
-    if batch < 1:
-        raise ConfigError(f"batch={batch} must be a positive number")
-    if way == "graph" and device.type != "cuda":
-        raise ConfigError(f"way=graph needs weights on a CUDA device, these are on {device}; use way=one")
-    if path == "fla" and device.type != "cuda":
-        raise ConfigError(f"path=fla needs weights on a CUDA device, these are on {device}; use path=torch")
+def _check(weights: Weights, *, path: str, way: str, device: torch.device) -> None:
+    for option, value, known in (("path", path, PATHS), ("way", way, WAYS)):
+        if value not in known:
+            raise ConfigError(f"{option}={value} is not one of {', '.join(known)}")
+        if value in ("graph", "fla") and device.type != "cuda":
+            raise ConfigError(f"{option}={value} needs a CUDA device, the weights are on {device}; use {known[0]}")
     if path == "fla" and not takes_fla():
         raise ConfigError("path=fla: transformers found no flash-linear-attention; install it or use path=torch")
     if path == "torch" and any(_plain(name) is getattr(modeling, name) for name in _REPLACEABLE):
@@ -272,41 +247,27 @@ def _parameters(weights: Weights, d: ModelDimensions) -> dict[str, Tensor]:
     dtype = weights.embedding.dtype
     named = {"embed_tokens.weight": weights.embedding, "norm.weight": weights.norm_h}
     for n, w in enumerate(weights.layers):
+        parts = {"input_layernorm.weight": w.norm_h, "post_attention_layernorm.weight": w.mlp.norm_h}
         gate, up = torch.split(w.mlp.gate_up, d.intermediate_size)
-        parts = {
-            "input_layernorm.weight": w.norm_h,
-            "post_attention_layernorm.weight": w.mlp.norm_h,
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": w.mlp.down,
-        }
+        parts |= _prefixed("mlp", gate_proj=gate, up_proj=up, down_proj=w.mlp.down)
         if isinstance(w, AttentionWeights):
             q, k, v = torch.split(w.in_proj, [2 * d.query_dim, d.kv_dim, d.kv_dim])
-            parts |= {
-                "self_attn.q_proj.weight": q,
-                "self_attn.k_proj.weight": k,
-                "self_attn.v_proj.weight": v,
-                "self_attn.q_norm.weight": w.q_norm,
-                "self_attn.k_norm.weight": w.k_norm,
-                "self_attn.o_proj.weight": w.out_proj,
-            }
+            parts |= _prefixed(
+                "self_attn", q_proj=q, k_proj=k, v_proj=v, q_norm=w.q_norm, k_norm=w.k_norm, o_proj=w.out_proj
+            )
         else:
             heads = d.linear_num_value_heads
             rows = [d.conv_dim, d.value_dim, heads, heads]
             qkv, z, b, a, _ = torch.split(w.in_proj, [*rows, len(w.in_proj) - sum(rows)])
-            parts |= {
-                "linear_attn.in_proj_qkv.weight": qkv,
-                "linear_attn.in_proj_z.weight": z,
-                "linear_attn.in_proj_b.weight": b,
-                "linear_attn.in_proj_a.weight": a,
-                "linear_attn.conv1d.weight": w.conv[:, None],
-                "linear_attn.A_log": w.a_log.to(dtype),
-                "linear_attn.dt_bias": w.dt_bias,
-                "linear_attn.norm.weight": w.out_norm.to(dtype),
-                "linear_attn.out_proj.weight": w.out_proj,
-            }
+            parts |= {"linear_attn.A_log": w.a_log.to(dtype), "linear_attn.dt_bias": w.dt_bias}
+            parts |= _prefixed("linear_attn", in_proj_qkv=qkv, in_proj_z=z, in_proj_b=b, in_proj_a=a)
+            parts |= _prefixed("linear_attn", conv1d=w.conv[:, None], norm=w.out_norm.to(dtype), out_proj=w.out_proj)
         named |= {f"layers.{n}.{name}": tensor for name, tensor in parts.items()}
     return named
+
+
+def _prefixed(prefix: str, **weights: Tensor) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}.weight": tensor for name, tensor in weights.items()}
 
 
 def _forked_cache(cache: Cache, count: int, device: torch.device) -> Cache:

@@ -67,7 +67,12 @@ def main() -> None:
 def session(config: SessionConfig, *, load: Load, stderr: TextIO) -> int:
     """Run `config.workload` and write what was run to `config.out`. Raises ConfigError for options that cannot work."""
     config = replace(resolve(config), nvtx=not config.trace)
-    workload, folder = workload_named(config.workload), _new_folder(config.out)
+    if not config.out:
+        raise ConfigError("out is missing; name a folder for the report, as in out=/tmp/session")
+    workload, folder = workload_named(config.workload), Path(config.out).expanduser()
+    if (folder / "config.yaml").exists():  # a profiler may have begun its report there, but no session ended in it
+        raise ConfigError(f"out={folder} holds an earlier session; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
     with load(EngineConfig(**{f.name: getattr(config, f.name) for f in fields(EngineConfig)})) as engine:
         questions, profiled = engine.prompts(workload.body), list[float]()
         for _ in range(WARM_UPS):
@@ -80,33 +85,14 @@ def session(config: SessionConfig, *, load: Load, stderr: TextIO) -> int:
                 forward = engine.forward(questions, name=workload.name)
                 profiled.append((time.perf_counter() - start) * 1e3)
     facts = {
-        "workload": workload.name,
-        "sha256": workload.sha256,
-        "candidates": workload.candidates,
-        "rows": forward.counters.rows,
-        "passes": forward.counters.passes,
-        "planned_bytes": asdict(forward.memory),
-        "profiled_ms": profiled,
-        "environment": environment(),
-    }
+        "workload": workload.name, "sha256": workload.sha256, "candidates": workload.candidates,
+        "rows": forward.counters.rows, "passes": forward.counters.passes, "planned_bytes": asdict(forward.memory),
+        "profiled_ms": profiled, "environment": environment(),
+    }  # fmt: skip
     write_whole(folder / "config.yaml", config_text(config))
     write_whole(folder / "session.json", json.dumps(facts, indent=1) + "\n")
     print(f"session: {workload.name} ran {len(profiled)} times; configuration in {folder}", file=stderr)
     return 0
-
-
-def _new_folder(out: str | None) -> Path:
-    """The folder, made if need be. A profiler may have begun its report there, but no session ended in it."""
-    if not out:
-        raise ConfigError("out is missing; name a folder for the report, as in out=/tmp/session")
-    folder = Path(out).expanduser()
-    if (folder / "config.yaml").exists():
-        raise ConfigError(f"out={out} holds an earlier session; name another folder")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"out={out}: {error.strerror}") from None
-    return folder
 
 
 @contextmanager
@@ -116,12 +102,9 @@ def _capture_range(device: str) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize(device)
-    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
-    try:
+    with torch.cuda.profiler.profile():
         yield
         torch.cuda.synchronize(device)
-    finally:
-        torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]
 
 
 @contextmanager

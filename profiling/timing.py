@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from engine.run.device import stream_of
+
 Call = Callable[[], object]
 Replay = Callable[[], float]
 """Runs once and says how many microseconds one call took."""
@@ -19,8 +21,11 @@ LEAST = 3
 
 
 def captured(calls: Sequence[Call]) -> Replay:
-    """A CUDA graph of `calls`, one for each input set. Their results lie apart, so that none is written over."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    """A CUDA graph of `calls`, one for each input set. Their results lie apart, so that none is written over.
+
+    It is captured on the engines' stream, since the BLAS library keeps a workspace for each stream it has seen.
+    """
+    stream = stream_of(torch.device("cuda", torch.cuda.current_device()))
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls:  # compiles, chooses and allocates what cannot be captured

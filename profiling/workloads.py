@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.console import Console
-from rich.table import Table
 
 from engine.errors import ConfigError, nearest
 
@@ -83,25 +81,19 @@ def workload_named(name: str) -> Workload:
     return found[name]
 
 
-def table() -> Table:
-    result = Table("set", "requests", *COUNTS, "longest_prompt")
-    every = workloads()
-    for name, members in [*((s, [one for one in every if one.set == s]) for s in SETS), ("all", every)]:
-        sums = [sum(getattr(one, count) for one in members) for count in COUNTS]
-        longest = max(one.longest_prompt for one in members)
-        result.add_row(name, *(f"{number:,}" for number in (len(members), *sums, longest)))
-    return result
-
-
 def main(words: Sequence[str]) -> int:
     try:
         if words:
             print(json.dumps(workload_named(words[0]).body, ensure_ascii=False, indent=2))
-        else:
-            Console().print(table())
+            return 0
+        every = workloads()
     except ConfigError as error:
         print(f"workloads: {error}", file=sys.stderr)
         return 2
+    print("set", "requests", *COUNTS, sep="\t")
+    for name, members in [*((s, [one for one in every if one.set == s]) for s in SETS), ("all", every)]:
+        sums = (sum(getattr(one, count) for one in members) for count in COUNTS)
+        print(name, len(members), *(f"{number:,}" for number in sums), sep="\t")
     return 0
 
 

@@ -112,6 +112,11 @@ class Checkpoint:
         check_gates(self.file_of(name), place, tensor)
         return tensor
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold the tensors, visual and other ones too."""
+        return tuple(self._shards)
+
     def file_of(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self.folder / self._files[self._places[name]]

@@ -22,7 +22,7 @@ _COMPILER = "Triton needs a C compiler for kernels that are not in its cache: in
 
 
 def check_environment(config: EngineConfig) -> None:
-    """Raise ConfigError for a folder that cannot be written, or a compiler that is missing, where `config` needs it.
+    """Raise ConfigError where `config` needs a folder that is unknown or cannot be written, or a missing compiler.
 
     `config` must be resolved. Triton's compiler is asked for while its cache is empty: a warm cache needs none.
     """
@@ -36,6 +36,7 @@ def check_environment(config: EngineConfig) -> None:
         _check_folder(f"{_TRITON}={folder}", folder, f"set {_TRITON} to a folder of yours")
         if not any(folder.iterdir()) and (missing := _missing_compiler()):
             raise ConfigError(missing)
+        cache_folder(config)  # where the self-test of the kernels is kept; where it cannot be, it runs again
     if config.graphs == "compiled":
         folder = _inductor_folder()
         _check_folder(f"{_INDUCTOR}={folder}", folder, f"set {_INDUCTOR} to a folder of yours")

@@ -12,12 +12,14 @@ from rich.console import Console
 from rich.progress import track
 
 from engine.errors import CheckpointError, ConfigError
-from engine.load.checkpoint import Checkpoint, open_checkpoint, read_dimensions, read_json
+from engine.hub import existing_folder
+from engine.load.checkpoint import INDEX, Checkpoint, open_checkpoint, read_dimensions, read_json
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.lora import SETTINGS, VALUES, Adapter, open_adapter, read_settings
 from engine.load.opening import check_dimensions
 from engine.load.package import (
     ADAPTER,
+    EXPORT,
     HEAD,
     PACKAGE_FILES,
     PINS,
@@ -38,11 +40,19 @@ from engine.load.package import (
 )
 from engine.wire.letters import letter_ids
 from engine.wire.processor import check_vocabulary
-from engine.wire.tokens import Tokens
+from engine.wire.tokens import TOKENIZER, Tokens
 
 T = TypeVar("T")
 
 _IGNORED = ("README.md", f"{ADAPTER}/README.md")
+_OTHER_TOKENIZERS = (
+    "tokenizer_config.json",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""What transformers makes a tokenizer of where there is no tokenizer.json."""
 
 
 class _Findings:
@@ -73,18 +83,17 @@ def check(
     bar: bool = False,
 ) -> tuple[dict[str, str], list[str]]:  # fmt: skip
     """Facts and findings. Raises ConfigError when there is nothing to check, or nothing to check it against."""
-    for name, place in (("FOLDER", folder), ("--base", base)):
-        if place is not None and not Path(place).is_dir():
-            raise ConfigError(f"{name} {place}: no such folder")
+    folder = str(existing_folder(f"FOLDER {folder}", folder))
+    base = None if base is None else str(existing_folder(f"--base {base}", base))
     findings = _Findings()
     kind = findings.of(kind_of, folder)
     if kind is None:
         return {}, list(findings.lines)
     facts: dict[str, str] = {"kind": kind}
-    if kind == "base":
-        findings.of(check_trained, folder)
+    findings.of(check_trained, folder, kind)
     if kind in ("package", "adapter"):
-        facts["checkpoint_sha256"] = folder_sha256(folder)
+        if (sha256 := findings.of(folder_sha256, folder)) is not None:
+            facts["checkpoint_sha256"] = sha256
         _files(folder, kind, findings)
     if model is None:
         model = _size(folder, kind)
@@ -138,10 +147,20 @@ def _weights(
     source = findings.of(open_checkpoint, folder)
     if source is not None:
         facts["weights"] = f"{len(source.names)} tensors in {folder}"
+        if unused := _unused(Path(folder), source):
+            facts["not used"] = ", ".join(unused)
         if deep:
             for name in track(source.names, "reading", console=Console(stderr=True), transient=True, disable=not bar):
                 findings.of(_finite, source, name)
     return dimensions
+
+
+def _unused(folder: Path, source: Checkpoint) -> list[str]:
+    """What lies in the folder and changes no answer: other files of known kinds are findings."""
+    used = {"config.json", INDEX, EXPORT, TOKENIZER, *source.files}
+    if not (folder / TOKENIZER).exists():
+        used |= {name for name in _OTHER_TOKENIZERS if (folder / name).exists()}
+    return sorted(path.name + "/" * path.is_dir() for path in folder.iterdir() if path.name not in used)
 
 
 def _finite(source: Checkpoint, name: str) -> None:

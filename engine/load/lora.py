@@ -202,7 +202,7 @@ def read_settings(folder: Path) -> LoraSettings:
     )
     try:
         settings.covers("")
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: target_modules and exclude_modules: no pattern: {error}") from None
     return settings
 

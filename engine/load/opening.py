@@ -160,8 +160,8 @@ def describe(config: EngineConfig) -> Description:
     dimensions = DIMENSIONS.get(config.model) or ModelDimensions.from_config(tiny_config())
     if config.checkpoint is not None and config.checkpoint != RANDOM:
         kind = kind_of(config.checkpoint)
-        if kind == "base" and config.head == "auto":
-            check_trained(config.checkpoint)
+        if kind != "base" or config.head == "auto":
+            check_trained(config.checkpoint, kind)
         weights = weights_folder(config.checkpoint, kind, config.base)
         dimensions = read_dimensions(weights)
         check_dimensions(dimensions, config.model, weights)

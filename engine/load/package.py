@@ -33,8 +33,8 @@ MODEL, TEMPERATURE, HEAD, ADAPTER = "model.json", "temperature.json", "head.pt",
 PACKAGE_FILES = (MODEL, TEMPERATURE, HEAD, f"{ADAPTER}/{SETTINGS}", f"{ADAPTER}/{VALUES}")
 
 _OTHER_FAMILIES = (
-    "judge_config.json", "decision_config.json", "decision.json", "calibration.json", "head.safetensors",
-    "readout.safetensors",
+    "judge_config.json", "decision_config.json", "decision.json", "decision_head.json", "calibration.json",
+    "head.safetensors", "readout.safetensors", "adapter_vllm",
 )  # fmt: skip
 """Files of decision models that are not among the kinds above."""
 
@@ -119,14 +119,15 @@ def _kind_of(folder: Path) -> Kind:
     return "base"
 
 
-def check_trained(folder: str | Path) -> None:
-    """Raise CheckpointError for a plain folder with files of a trained head, which answers without it would ignore."""
-    names = (*_OTHER_FAMILIES, MODEL, TEMPERATURE, HEAD, ADAPTER)
+def check_trained(folder: str | Path, kind: Kind) -> None:
+    """Raise CheckpointError for files of a trained head or adapter that a checkpoint of this kind would ignore."""
+    names = (*_OTHER_FAMILIES, *((MODEL, TEMPERATURE, HEAD, ADAPTER) if kind == "base" else ()))
     found = [name for name in names if (Path(folder).expanduser() / name).exists()]
     if found:
+        remedy = "; head=yes_minus_no asks its base weights without training, for other answers"
         raise CheckpointError(
-            f"{folder}: {', '.join(found)} belong to a decision model of a kind that is not supported; "
-            "head=yes_minus_no asks its base weights without training, for other answers"
+            f"{folder}: {', '.join(found)} belong to a decision model of a kind that is not supported yet"
+            + (remedy if kind == "base" else "; move them away if they are not meant")
         )
 
 
@@ -207,6 +208,8 @@ def read_head(path: Path, hidden_size: int) -> tuple[NDArray[np.float32], float]
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     except pickle.UnpicklingError:
         raise CheckpointError(
             f"{path}: damaged, or holds more than tensors, which could run code and is not read"
@@ -272,14 +275,20 @@ def check_cua(adapter: Adapter, model: str) -> None:
 
 
 def folder_sha256(folder: str | Path) -> str:
-    """Over every file in order of its path: the relative path, a zero byte, the content."""
+    """Over every file in order of its path: the relative path, a zero byte, the content.
+
+    Raises CheckpointError for a file that cannot be read.
+    """
     folder = Path(folder).expanduser()
     digest = hashlib.sha256()
     for path in files_of(folder):
         digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()
 
 

@@ -12,14 +12,14 @@ from engine.load.lora import Adapter
 from engine.load.projections import layer_projections
 from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
 
-Source = Callable[[str], Tensor]
+TensorOf = Callable[[str], Tensor]
 """A tensor by its text-model name without prefix, for instance ``layers.3.self_attn.q_proj.weight``."""
 Progress = Callable[[int, int], None]
 """Layers done, layers in all."""
 
 
 def load_weights(
-    source: Source,
+    source: TensorOf,
     dimensions: ModelDimensions,
     *,
     dtype: torch.dtype,

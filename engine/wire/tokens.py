@@ -20,6 +20,8 @@ from engine.errors import CheckpointError
 
 Ids = NDArray[np.int32]
 
+TOKENIZER = "tokenizer.json"
+
 
 class Control(Enum):
     """Control tokens of the chat template. Only the template holds them; text that spells one is something else."""
@@ -85,7 +87,9 @@ class Tokens:
             raise CheckpointError(f"tokenizer: not a tokenizer.json: {error!r}") from error
         try:
             self._tokenizer = Tokenizer.from_str(definition)
-        except Exception as error:  # the library raises no narrower type
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the library raises no narrower type, and its panics are no Exception
             raise CheckpointError(f"tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -93,12 +97,16 @@ class Tokens:
     @classmethod
     def load(cls, folder: str | Path, control: Literal["plain", "special"] = "plain") -> Tokens:
         """From `tokenizer.json` in `folder`, else from whatever files there `transformers` makes a tokenizer of."""
-        file = Path(folder) / "tokenizer.json"
+        file = Path(folder) / TOKENIZER
         if file.exists():
             try:
                 return cls(file.read_text(encoding="utf-8"), control)
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(f"{file}: not readable: {error}") from None
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
+            except UnicodeDecodeError as error:
+                raise CheckpointError(f"{file}: must hold UTF-8: {error}") from None
+            except CheckpointError as error:
+                raise CheckpointError(f"{file}: {str(error).removeprefix('tokenizer: ')}") from None
         from transformers import AutoTokenizer  # seconds to import, and only needed here
 
         try:

@@ -12,8 +12,6 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from graphs.rungs import LADDER
 from ops.linear_tuned import CUBLASLT, Cell, product
 
 FORMAT = 2
+SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "tuned"
 logger = logging.getLogger("forkgraph")
 
 
@@ -111,11 +110,16 @@ def read(path: Path, environment: Environment) -> Table:
 
 
 def write(path: Path, environment: Environment, table: Table) -> None:
+    """The file of a table, whole or not at all. Raises OSError."""
+    replace_file(path, encode(environment, table))
+
+
+def replace_file(path: Path, text: str) -> None:
     """Write under another name, then rename: a reader sees the old file or the whole new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        unfinished.write_text(encode(environment, table), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -123,7 +127,7 @@ def write(path: Path, environment: Environment, table: Table) -> None:
 
 def shipped(environment: Environment) -> dict[Cell, tuple[str, ...]]:
     """The winners that ship for this GPU, untested here. Codes of another cuBLAS mean nothing and are left out."""
-    found = _read(files("configs").joinpath("tuned", shipped_name(environment.gpu)))
+    found = _read(SHIPPED / shipped_name(environment.gpu))
     if found is None:
         return {}
     names = found[1].names
@@ -136,7 +140,7 @@ def shipped_name(gpu: str) -> str:
     return f"{'-'.join(gpu.lower().split())}.json"
 
 
-def _read(path: Path | Traversable) -> tuple[Environment, Table] | None:
+def _read(path: Path) -> tuple[Environment, Table] | None:
     try:
         return decode(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""Head norms, rotary positions, and keys and values put where they live, in one launch: one program per row."""
+"""Head norms, rotary positions, and keys and values put where they live, in one launch: one program per row.
+
+Sizes: D head size, ROT of it rotated; _P2 is the next power of two.
+"""
 
 from __future__ import annotations
 
@@ -6,58 +9,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops import tables as t
+from ops.kernels.tables import KV_WRITE, NUM_READS, NUM_ROWS, READ_ROWS, ROW_POSITION, ROW_SEGMENT
 from ops.sizes import COLUMN_UNIT, num_query_heads
 
 WARPS = 4
 
 _COLUMN_UNIT = tl.constexpr(COLUMN_UNIT)
-_NUM_ROWS = tl.constexpr(t.NUM_ROWS)
-_NUM_READS = tl.constexpr(t.NUM_READS)
-_ROW_POSITION = tl.constexpr(t.ROW_POSITION)
-_ROW_SEGMENT = tl.constexpr(t.ROW_SEGMENT)
-_READ_ROWS = tl.constexpr(t.READ_ROWS)
-_KV_WRITE = tl.constexpr(t.SEGMENTS + t.SEG_KV_WRITE * t.MAX_SEGMENTS)
 
 
 @triton.jit
-def rounded(x, like):
-    return x.to(like.dtype.element_ty).to(tl.float32)
+def rounded(b_x, p_like):
+    return b_x.to(p_like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def norm_and_rotate(
-    source,  # [HEADS] pointers to heads of d elements
-    target,
-    mask,
+    p_source,  # [HEADS] pointers to heads of d elements
+    p_target,
+    m_head,
     weight,
-    rope_row,
+    p_rope,
     eps,
-    poison,  # [HEADS] heads that become NaN
+    m_poison,  # [HEADS] heads that become NaN
     D: tl.constexpr,
     ROT: tl.constexpr,
 ):
     HALF: tl.constexpr = ROT // 2
-    columns = tl.arange(0, D)[None, :]
-    x = tl.load(source[:, None] + columns, mask=mask[:, None], other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)
-    scale = tl.where(poison, float("nan"), scale)[:, None]
-    w = 1.0 + tl.load(weight + columns).to(tl.float32)
-    y = (x * scale * w).to(target.dtype.element_ty)
-    tl.store(target[:, None] + columns, y, mask=mask[:, None] & (columns >= ROT))
+    o_d = tl.arange(0, D)[None, :]
+    b_x = tl.load(p_source[:, None] + o_d, mask=m_head[:, None], other=0.0).to(tl.float32)
+    b_scale = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
+    b_scale = tl.where(m_poison, float("nan"), b_scale)[:, None]
+    b_w = 1.0 + tl.load(weight + o_d).to(tl.float32)
+    b_y = (b_x * b_scale * b_w).to(p_target.dtype.element_ty)
+    tl.store(p_target[:, None] + o_d, b_y, mask=m_head[:, None] & (o_d >= ROT))
 
-    half = tl.arange(0, HALF)[None, :]
-    w1 = 1.0 + tl.load(weight + half).to(tl.float32)
-    w2 = 1.0 + tl.load(weight + HALF + half).to(tl.float32)
-    x1 = tl.load(source[:, None] + half, mask=mask[:, None], other=0.0).to(tl.float32)
-    x2 = tl.load(source[:, None] + HALF + half, mask=mask[:, None], other=0.0).to(tl.float32)
-    x1, x2 = rounded(x1 * scale * w1, target), rounded(x2 * scale * w2, target)
-    cos = tl.load(rope_row + half).to(tl.float32)
-    sin = tl.load(rope_row + HALF + half).to(tl.float32)
-    y1 = rounded(x1 * cos, target) - rounded(x2 * sin, target)
-    y2 = rounded(x2 * cos, target) + rounded(x1 * sin, target)
-    tl.store(target[:, None] + half, y1.to(target.dtype.element_ty), mask=mask[:, None])
-    tl.store(target[:, None] + HALF + half, y2.to(target.dtype.element_ty), mask=mask[:, None])
+    o_half = tl.arange(0, HALF)[None, :]
+    b_w1 = 1.0 + tl.load(weight + o_half).to(tl.float32)
+    b_w2 = 1.0 + tl.load(weight + HALF + o_half).to(tl.float32)
+    b_x1 = tl.load(p_source[:, None] + o_half, mask=m_head[:, None], other=0.0).to(tl.float32)
+    b_x2 = tl.load(p_source[:, None] + HALF + o_half, mask=m_head[:, None], other=0.0).to(tl.float32)
+    b_x1, b_x2 = rounded(b_x1 * b_scale * b_w1, p_target), rounded(b_x2 * b_scale * b_w2, p_target)
+    b_cos = tl.load(p_rope + o_half).to(tl.float32)
+    b_sin = tl.load(p_rope + HALF + o_half).to(tl.float32)
+    b_y1 = rounded(b_x1 * b_cos, p_target) - rounded(b_x2 * b_sin, p_target)
+    b_y2 = rounded(b_x2 * b_cos, p_target) + rounded(b_x1 * b_sin, p_target)
+    tl.store(p_target[:, None] + o_half, b_y1.to(p_target.dtype.element_ty), mask=m_head[:, None])
+    tl.store(p_target[:, None] + HALF + o_half, b_y2.to(p_target.dtype.element_ty), mask=m_head[:, None])
 
 
 @triton.jit(do_not_specialize=["q_pitch", "kv_pitch", "kv_offset", "reads"])
@@ -85,34 +82,34 @@ def attention_prepare_kernel(
     D: tl.constexpr,
     ROT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    num_rows = tl.load(tables + _NUM_ROWS)
-    num_queries = tl.where(reads != 0, tl.load(tables + _NUM_READS), num_rows)
-    if row < num_queries:
-        read_row = tl.load(tables + _READ_ROWS + row, mask=reads != 0, other=0)
-        position = tl.load(tables + _ROW_POSITION + tl.where(reads != 0, read_row, row)).to(tl.int64)
-        head = tl.arange(0, HEADS_P2)
-        source = q_proj + row * q_pitch * _COLUMN_UNIT + head * (2 * D)
-        target = q + (row * HEADS + head) * D
-        norm_and_rotate(source, target, head < HEADS, q_norm, rope + position * ROT, eps, head < 0, D, ROT)
-    if row < num_rows:
+    i_row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.load(tables + NUM_ROWS)
+    num_queries = tl.where(reads != 0, tl.load(tables + NUM_READS), num_rows)
+    if i_row < num_queries:
+        i_read_row = tl.load(tables + READ_ROWS + i_row, mask=reads != 0, other=0)
+        i_position = tl.load(tables + ROW_POSITION + tl.where(reads != 0, i_read_row, i_row)).to(tl.int64)
+        i_head = tl.arange(0, HEADS_P2)
+        p_source = q_proj + i_row * q_pitch * _COLUMN_UNIT + i_head * (2 * D)
+        p_target = q + (i_row * HEADS + i_head) * D
+        norm_and_rotate(p_source, p_target, i_head < HEADS, q_norm, rope + i_position * ROT, eps, i_head < 0, D, ROT)
+    if i_row < num_rows:
         PITCH: tl.constexpr = KV_HEADS * D
-        position = tl.load(tables + _ROW_POSITION + row).to(tl.int64)
-        offset = tl.load(tables + _KV_WRITE + tl.load(tables + _ROW_SEGMENT + row))
-        kept = offset >= 0
-        to = tl.where(kept, position + offset, row) * PITCH
-        head = tl.arange(0, KV_HEADS_P2)
-        mask = head < KV_HEADS
-        source = kv_proj + row * kv_pitch * _COLUMN_UNIT + kv_offset * _COLUMN_UNIT + head * D
-        columns = tl.arange(0, D)[None, :]
-        value = tl.load(source[:, None] + PITCH + columns, mask=mask[:, None], other=0.0)
-        value32 = value.to(tl.float32)
-        poison = tl.max(tl.where(value32 - value32 == 0.0, 0, 1), 1) > 0
-        value = tl.where(poison[:, None], 0.0, value)
-        v_target = tl.where(kept, v_cache, v) + to + head * D
-        tl.store(v_target[:, None] + columns, value.to(v.dtype.element_ty), mask=mask[:, None])
-        k_target = tl.where(kept, k_cache, k) + to + head * D
-        norm_and_rotate(source, k_target, mask, k_norm, rope + position * ROT, eps, poison, D, ROT)
+        i_position = tl.load(tables + ROW_POSITION + i_row).to(tl.int64)
+        offset = tl.load(tables + KV_WRITE + tl.load(tables + ROW_SEGMENT + i_row))
+        is_kept = offset >= 0
+        o_target = tl.where(is_kept, i_position + offset, i_row) * PITCH
+        i_head = tl.arange(0, KV_HEADS_P2)
+        m_head = i_head < KV_HEADS
+        p_source = kv_proj + i_row * kv_pitch * _COLUMN_UNIT + kv_offset * _COLUMN_UNIT + i_head * D
+        o_d = tl.arange(0, D)[None, :]
+        b_value = tl.load(p_source[:, None] + PITCH + o_d, mask=m_head[:, None], other=0.0)
+        b_value32 = b_value.to(tl.float32)
+        m_poison = tl.max(tl.where(b_value32 - b_value32 == 0.0, 0, 1), 1) > 0
+        b_value = tl.where(m_poison[:, None], 0.0, b_value)
+        p_v_target = tl.where(is_kept, v_cache, v) + o_target + i_head * D
+        tl.store(p_v_target[:, None] + o_d, b_value.to(v.dtype.element_ty), mask=m_head[:, None])
+        p_k_target = tl.where(is_kept, k_cache, k) + o_target + i_head * D
+        norm_and_rotate(p_source, p_k_target, m_head, k_norm, rope + i_position * ROT, eps, m_poison, D, ROT)
 
 
 def launch_attention_prepare(

@@ -9,6 +9,8 @@ independent for every (value head, block of value columns), with the state in fl
 Products take keys and queries as stored; their norms are float32 factors of the results. Rows that a chunk does not
 have are loaded as zeros, T and P are exact zeros above the diagonal, and prefix sums run downwards: no row depends on
 a later one.
+
+Sizes: KEY_HEADS of DK columns, VALUE_HEADS of DV columns, GROUP value heads of a key head; _P2 the next power of two.
 """
 
 from __future__ import annotations
@@ -21,6 +23,24 @@ import triton.language as tl
 from torch import Tensor
 
 from ops import tables as t
+from ops.kernels.sources import rows_at, source_at
+from ops.kernels.tables import (
+    CHUNK_OWN,
+    CHUNK_QUESTION,
+    CHUNK_REQUEST,
+    CHUNKS,
+    CHUNKS_OF,
+    FIRST_CHUNK,
+    LENGTH,
+    NUM_CHUNKS,
+    NUM_INTERNAL,
+    NUM_SEGMENTS,
+    PACKED,
+    QUESTION_FIRST,
+    START,
+    STATE_READ,
+    STATE_WRITE,
+)
 from ops.sizes import CHUNK, LEAST_LOG_DECAY, DeltaSizes
 
 PREPARE_PROGRAMS = 396
@@ -41,22 +61,7 @@ PRECISION = "tf32x3"
 """Of products of float32 tiles; products of bfloat16 tiles are exact and summed in float32."""
 
 _CHUNK = tl.constexpr(CHUNK)
-_PACKED = tl.constexpr(t.PACKED)
 _LEAST_LOG_DECAY = tl.constexpr(LEAST_LOG_DECAY)
-_CHUNKS = tl.constexpr(t.CHUNKS)
-_NUM_CHUNKS = tl.constexpr(t.NUM_CHUNKS)
-_NUM_SEGMENTS = tl.constexpr(t.NUM_SEGMENTS)
-_NUM_INTERNAL = tl.constexpr(t.NUM_INTERNAL)
-_START = tl.constexpr(t.SEGMENTS + t.SEG_START * t.MAX_SEGMENTS)
-_LENGTH = tl.constexpr(t.SEGMENTS + t.SEG_LENGTH * t.MAX_SEGMENTS)
-_FIRST_CHUNK = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK * t.MAX_SEGMENTS)
-_CHUNKS_OF = tl.constexpr(t.SEGMENTS + t.SEG_NUM_CHUNKS * t.MAX_SEGMENTS)
-_STATE_READ = tl.constexpr(t.SEGMENTS + t.SEG_STATE_READ * t.MAX_SEGMENTS)
-_STATE_WRITE = tl.constexpr(t.SEGMENTS + t.SEG_STATE_WRITE * t.MAX_SEGMENTS)
-_QUESTION_FIRST = tl.constexpr(t.SEGMENTS + t.SEG_QUESTION_FIRST * t.MAX_SEGMENTS)
-_REQUEST = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_REQUEST * t.MAX_SEGMENTS)
-_QUESTION = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_QUESTION * t.MAX_SEGMENTS)
-_OWN = tl.constexpr(t.SEGMENTS + t.SEG_CHUNK_OWN * t.MAX_SEGMENTS)
 
 # The plan of a chunk, int32: virtual row of each row it has, packed row of each row it owns (-1: none), then words.
 _PLAN_OWN = tl.constexpr(CHUNK)
@@ -76,78 +81,69 @@ _FACTORS = tl.constexpr(5 * CHUNK)
 
 _TILE = tl.constexpr(16)
 
-# Prefixes: p_ pointers, b_ tile in registers, m_ mask.
-
 
 @triton.jit
-def plan_chunk(tables, chunk, plan, store):
+def plan_chunk(tables, i_chunk, plan, store):
     """Virtual row and owned packed row (-1: none) of the 64 rows of a chunk; with `store` the plan is written too."""
-    segment = tl.load(tables + _CHUNKS + 2 * chunk)
-    first = tl.load(tables + _CHUNKS + 2 * chunk + 1) * _CHUNK
-    start = tl.load(tables + _START + segment)
-    end = start + tl.load(tables + _LENGTH + segment)
-    own = tl.load(tables + _OWN + segment)
-    question = tl.load(tables + _QUESTION + segment)
-    request = tl.load(tables + _REQUEST + segment)
-    question_first = tl.load(tables + _QUESTION_FIRST + segment)
-    index = tl.arange(0, _CHUNK)
-    position = first + index
-    inherited = tl.where(position >= question_first, question, request)
-    row = tl.where(position < end, position + tl.where(position >= start, own, inherited), -1)
-    own_row = tl.where((position >= start) & (position < end), position + own - _PACKED, -1)
+    i_segment = tl.load(tables + CHUNKS + 2 * i_chunk)
+    first = tl.load(tables + CHUNKS + 2 * i_chunk + 1) * _CHUNK
+    start = tl.load(tables + START + i_segment)
+    end = start + tl.load(tables + LENGTH + i_segment)
+    own = tl.load(tables + CHUNK_OWN + i_segment)
+    question = tl.load(tables + CHUNK_QUESTION + i_segment)
+    request = tl.load(tables + CHUNK_REQUEST + i_segment)
+    question_first = tl.load(tables + QUESTION_FIRST + i_segment)
+    o_row = tl.arange(0, _CHUNK)
+    i_position = first + o_row
+    source = source_at(i_position, start, question_first, request, question, own)
+    i_row = tl.where(i_position < end, i_position + source, -1)
+    i_own_row = tl.where((i_position >= start) & (i_position < end), i_position + own - PACKED, -1)
     if store:
-        p_plan = plan + chunk * _PLAN_WIDTH
-        read = tl.where(first <= start, tl.load(tables + _STATE_READ + segment), _KEEP)
-        write = tl.where(first + _CHUNK >= end, tl.load(tables + _STATE_WRITE + segment), -1)
-        tl.store(p_plan + index, row)
-        tl.store(p_plan + _PLAN_OWN + index, own_row)
+        p_plan = plan + i_chunk * _PLAN_WIDTH
+        read = tl.where(first <= start, tl.load(tables + STATE_READ + i_segment), _KEEP)
+        write = tl.where(first + _CHUNK >= end, tl.load(tables + STATE_WRITE + i_segment), -1)
+        tl.store(p_plan + o_row, i_row)
+        tl.store(p_plan + _PLAN_OWN + o_row, i_own_row)
         tl.store(p_plan + _PLAN_READ, read)
         tl.store(p_plan + _PLAN_WRITE, write)
         tl.store(p_plan + _PLAN_FULL, (first + _CHUNK <= end).to(tl.int32))
-    return row, own_row
+    return i_row, i_own_row
 
 
 @triton.jit
-def rows_at(row, packed, PACKED_PITCH: tl.constexpr, tail, TAIL_PITCH: tl.constexpr):
-    """Pointers [64] to virtual rows."""
-    in_pass = packed + (row - _PACKED).to(tl.int64) * PACKED_PITCH
-    return tl.where(row >= _PACKED, in_pass, tail + row.to(tl.int64) * TAIL_PITCH)
-
-
-@triton.jit
-def invert(work, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, PRECISION: tl.constexpr):
+def invert(p_work, HEADS: tl.constexpr, HEADS_P2: tl.constexpr, PRECISION: tl.constexpr):
     """In place: work [HEADS, 64, 64], strictly lower and zero elsewhere, becomes (I + work)^-1.
 
     Diagonal tiles by forward substitution, a thread per column; then pairs of blocks are merged, twice.
     """
-    tile = tl.arange(0, 4 * HEADS_P2)[:, None]
-    column = tl.arange(0, _TILE)[None, :]
-    m_tile = tile < 4 * HEADS
-    p_tile = work + tile // 4 * (_CHUNK * _CHUNK) + tile % 4 * (_TILE * _CHUNK + _TILE) + column * 0
+    i_tile = tl.arange(0, 4 * HEADS_P2)[:, None]
+    o_column = tl.arange(0, _TILE)[None, :]
+    m_tile = i_tile < 4 * HEADS
+    p_tile = p_work + i_tile // 4 * (_CHUNK * _CHUNK) + i_tile % 4 * (_TILE * _CHUNK + _TILE) + o_column * 0
     rows = ()
     for r in tl.static_range(_TILE):
-        b_row = tl.where(tile * 0 + column == r, 1.0, 0.0)
+        b_row = tl.where(i_tile * 0 + o_column == r, 1.0, 0.0)
         for c in tl.static_range(r):
             b_row = tl.fma(-tl.load(p_tile + (r * _CHUNK + c), mask=m_tile, other=0.0), rows[c], b_row)
         rows = rows + (b_row,)  # type: ignore[assignment]  # noqa: RUF005 (no starred tuples in kernels)
     tl.debug_barrier()
     for r in tl.static_range(_TILE):
-        tl.store(p_tile + (r * _CHUNK + column), rows[r], mask=m_tile)
+        tl.store(p_tile + (r * _CHUNK + o_column), rows[r], mask=m_tile)
     tl.debug_barrier()
-    merge(work, _TILE, 2 * HEADS, 2 * HEADS_P2, PRECISION)
-    merge(work, 2 * _TILE, HEADS, HEADS_P2, PRECISION)
+    merge(p_work, _TILE, 2 * HEADS, 2 * HEADS_P2, PRECISION)
+    merge(p_work, 2 * _TILE, HEADS, HEADS_P2, PRECISION)
 
 
 @triton.jit
-def merge(work, SIZE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P2: tl.constexpr, PRECISION: tl.constexpr):
+def merge(p_work, SIZE: tl.constexpr, PAIRS: tl.constexpr, PAIRS_P2: tl.constexpr, PRECISION: tl.constexpr):
     """The inverse of [[X, 0], [A, Y]] from X^-1, A and Y^-1 [SIZE, SIZE]: A becomes -Y^-1 A X^-1, in every pair."""
     PER_HEAD: tl.constexpr = _CHUNK // (2 * SIZE)
-    pair = tl.arange(0, PAIRS_P2)[:, None, None]
-    row = tl.arange(0, SIZE)[None, :, None]
-    column = tl.arange(0, SIZE)[None, None, :]
-    m_pair = pair < PAIRS
-    p_pair = work + pair // PER_HEAD * (_CHUNK * _CHUNK) + pair % PER_HEAD * (2 * SIZE * (_CHUNK + 1))
-    p_x = p_pair + row * _CHUNK + column
+    i_pair = tl.arange(0, PAIRS_P2)[:, None, None]
+    o_row = tl.arange(0, SIZE)[None, :, None]
+    o_column = tl.arange(0, SIZE)[None, None, :]
+    m_pair = i_pair < PAIRS
+    p_pair = p_work + i_pair // PER_HEAD * (_CHUNK * _CHUNK) + i_pair % PER_HEAD * (2 * SIZE * (_CHUNK + 1))
+    p_x = p_pair + o_row * _CHUNK + o_column
     p_a = p_x + SIZE * _CHUNK
     b_x = tl.load(p_x, mask=m_pair, other=0.0)
     b_a = tl.load(p_a, mask=m_pair, other=0.0)
@@ -172,41 +168,41 @@ def prepare_kernel(
     SQUARE: tl.constexpr = _CHUNK * _CHUNK
     dtype = qkv.dtype.element_ty
     work += tl.program_id(0).to(tl.int64) * (GROUP * SQUARE)
-    index = tl.arange(0, _CHUNK)
-    columns = tl.arange(0, DK)[None, :]
-    square = index[:, None] * _CHUNK + index[None, :]
-    earlier = index[None, :] < index[:, None]
+    o_row = tl.arange(0, _CHUNK)
+    o_k = tl.arange(0, DK)[None, :]
+    o_square = o_row[:, None] * _CHUNK + o_row[None, :]
+    m_earlier = o_row[None, :] < o_row[:, None]
 
-    for item in range(tl.program_id(0), tl.load(tables + _NUM_CHUNKS) * KEY_HEADS, tl.num_programs(0)):
-        chunk, head = item // KEY_HEADS, item % KEY_HEADS
-        row, own_row = plan_chunk(tables, chunk, plan, head == 0)
-        m_row, m_own = row >= 0, own_row >= 0
-        p_key = rows_at(row, qkv + KEYS, 2 * KEYS + VALUES, tail_kv, KEYS + VALUES) + head * DK
-        p_query = qkv + own_row.to(tl.int64) * (2 * KEYS + VALUES) + head * DK
-        p_gates = rows_at(row, gates, GATES, tail_gates, GATES - KEY_HEADS)
-        b_key = tl.load(p_key[:, None] + columns, mask=m_row[:, None], other=0.0)
-        b_query = tl.load(p_query[:, None] + columns, mask=m_own[:, None], other=0.0)
-        b_key_norm = tl.load(p_gates + 2 * VALUE_HEADS + head, mask=m_row, other=0.0)
-        b_query_norm = tl.load(p_gates + 2 * VALUE_HEADS + KEY_HEADS + head, mask=m_own, other=0.0)
+    for i_item in range(tl.program_id(0), tl.load(tables + NUM_CHUNKS) * KEY_HEADS, tl.num_programs(0)):
+        i_chunk, i_head = i_item // KEY_HEADS, i_item % KEY_HEADS
+        i_row, i_own_row = plan_chunk(tables, i_chunk, plan, i_head == 0)
+        m_row, m_own = i_row >= 0, i_own_row >= 0
+        p_key = rows_at(i_row, qkv + KEYS, 2 * KEYS + VALUES, tail_kv, KEYS + VALUES) + i_head * DK
+        p_query = qkv + i_own_row.to(tl.int64) * (2 * KEYS + VALUES) + i_head * DK
+        p_gates = rows_at(i_row, gates, GATES, tail_gates, GATES - KEY_HEADS)
+        b_key = tl.load(p_key[:, None] + o_k, mask=m_row[:, None], other=0.0)
+        b_query = tl.load(p_query[:, None] + o_k, mask=m_own[:, None], other=0.0)
+        b_key_norm = tl.load(p_gates + 2 * VALUE_HEADS + i_head, mask=m_row, other=0.0)
+        b_query_norm = tl.load(p_gates + 2 * VALUE_HEADS + KEY_HEADS + i_head, mask=m_own, other=0.0)
         b_keys = tl.dot(b_key, tl.trans(b_key), input_precision=PRECISION)
         b_keys = b_keys * b_key_norm[:, None] * b_key_norm[None, :]
         b_scores = tl.dot(b_query, tl.trans(b_key), input_precision=PRECISION)
         b_scores = b_scores * b_query_norm[:, None] * b_key_norm[None, :]
 
-        for member in tl.static_range(GROUP):
-            value_head = head * GROUP + member
-            entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + value_head
-            b_log_decay = tl.load(p_gates + value_head, mask=m_row, other=0.0)
+        for i_member in tl.static_range(GROUP):
+            i_value_head = i_head * GROUP + i_member
+            i_entry = tl.cast(i_chunk, tl.int64) * VALUE_HEADS + i_value_head
+            b_log_decay = tl.load(p_gates + i_value_head, mask=m_row, other=0.0)
             b_log_decay = tl.where(b_log_decay < _LEAST_LOG_DECAY, _LEAST_LOG_DECAY, b_log_decay)  # NaN stays
             b_total = tl.cumsum(b_log_decay, 0)
-            b_last = tl.sum(tl.where(index == _CHUNK - 1, b_total, 0.0), 0)
-            b_beta = tl.load(p_gates + VALUE_HEADS + value_head, mask=m_row, other=0.0)
+            b_last = tl.sum(tl.where(o_row == _CHUNK - 1, b_total, 0.0), 0)
+            b_beta = tl.load(p_gates + VALUE_HEADS + i_value_head, mask=m_row, other=0.0)
             b_decay = b_total[:, None] - b_total[None, :]
-            b_decay = tl.exp(tl.where(index[None, :] <= index[:, None], b_decay, float("-inf")))
-            b_a = tl.where(earlier, b_beta[:, None] * b_keys * b_decay, 0.0)
-            tl.store(scores + entry * SQUARE + square, (b_scores * b_decay).to(dtype))
-            tl.store(work + member * SQUARE + square, b_a)
-            p_factors = factors + entry * _FACTORS + index
+            b_decay = tl.exp(tl.where(o_row[None, :] <= o_row[:, None], b_decay, float("-inf")))
+            b_a = tl.where(m_earlier, b_beta[:, None] * b_keys * b_decay, 0.0)
+            tl.store(scores + i_entry * SQUARE + o_square, (b_scores * b_decay).to(dtype))
+            tl.store(work + i_member * SQUARE + o_square, b_a)
+            p_factors = factors + i_entry * _FACTORS + o_row
             b_carried = tl.exp(b_total)
             tl.store(p_factors + _BETA, b_beta)
             tl.store(p_factors + _KEY, b_beta * b_carried * b_key_norm)
@@ -216,19 +212,19 @@ def prepare_kernel(
 
         tl.debug_barrier()
         invert(work, GROUP, GROUP_P2, PRECISION)
-        for member in tl.static_range(GROUP):
-            entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + head * GROUP + member
-            tl.store(inverse + entry * SQUARE + square, tl.load(work + member * SQUARE + square).to(dtype))
+        for i_member in tl.static_range(GROUP):
+            i_entry = tl.cast(i_chunk, tl.int64) * VALUE_HEADS + i_head * GROUP + i_member
+            tl.store(inverse + i_entry * SQUARE + o_square, tl.load(work + i_member * SQUARE + o_square).to(dtype))
         tl.debug_barrier()
 
 
 @triton.jit
-def segment_border(tables, chunk, end):
-    """The first chunk from `chunk` on that begins a segment, or `end`."""
-    segment = tl.load(tables + _CHUNKS + 2 * chunk, mask=chunk < end, other=0)
-    first = tl.load(tables + _FIRST_CHUNK + segment)
-    following = first + tl.load(tables + _CHUNKS_OF + segment)
-    return tl.where(chunk < end, tl.where(first == chunk, chunk, following), end)
+def segment_border(tables, i_chunk, end):
+    """The first chunk from `i_chunk` on that begins a segment, or `end`."""
+    i_segment = tl.load(tables + CHUNKS + 2 * i_chunk, mask=i_chunk < end, other=0)
+    first = tl.load(tables + FIRST_CHUNK + i_segment)
+    following = first + tl.load(tables + CHUNKS_OF + i_segment)
+    return tl.where(i_chunk < end, tl.where(first == i_chunk, i_chunk, following), end)
 
 
 @triton.jit
@@ -249,51 +245,51 @@ def scan_kernel(
     SQUARE: tl.constexpr = _CHUNK * _CHUNK
     dtype = qkv.dtype.element_ty
     lanes = tl.num_programs(0) // (VALUE_HEADS * BLOCKS)
-    lane = tl.program_id(0) // (VALUE_HEADS * BLOCKS)
-    value_head = tl.program_id(0) // BLOCKS % VALUE_HEADS
-    first_column = tl.program_id(0) % BLOCKS * BLOCK
-    num_internal = tl.load(tables + _NUM_INTERNAL)
-    num_chunks = tl.load(tables + _NUM_CHUNKS)
-    m_leaf = num_internal < tl.load(tables + _NUM_SEGMENTS)
-    first_leaf = tl.load(tables + _FIRST_CHUNK + num_internal, mask=m_leaf, other=0)
-    leaf_chunks = tl.where(m_leaf, num_chunks - first_leaf, 0)
+    i_lane = tl.program_id(0) // (VALUE_HEADS * BLOCKS)
+    i_value_head = tl.program_id(0) // BLOCKS % VALUE_HEADS
+    o_block = tl.program_id(0) % BLOCKS * BLOCK
+    num_internal = tl.load(tables + NUM_INTERNAL)
+    num_chunks = tl.load(tables + NUM_CHUNKS)
+    has_leaves = num_internal < tl.load(tables + NUM_SEGMENTS)
+    first_leaf = tl.load(tables + FIRST_CHUNK + num_internal, mask=has_leaves, other=0)
+    leaf_chunks = tl.where(has_leaves, num_chunks - first_leaf, 0)
 
-    index = tl.arange(0, _CHUNK)
-    square = index[:, None] * _CHUNK + index[None, :]
-    key_columns = value_head // GROUP * DK + tl.arange(0, DK)[None, :]
-    value_columns = value_head * DV + first_column + tl.arange(0, BLOCK)[None, :]
-    p_state = states + (value_head * DK + tl.arange(0, DK)[:, None]) * DV + first_column + tl.arange(0, BLOCK)[None, :]
-    for turn in range(0, 1 if LEAVES else num_internal):
+    o_row = tl.arange(0, _CHUNK)
+    o_square = o_row[:, None] * _CHUNK + o_row[None, :]
+    o_k = i_value_head // GROUP * DK + tl.arange(0, DK)[None, :]
+    o_v = i_value_head * DV + o_block + tl.arange(0, BLOCK)[None, :]
+    p_state = states + (i_value_head * DK + tl.arange(0, DK)[:, None]) * DV + o_block + tl.arange(0, BLOCK)[None, :]
+    for i_turn in range(0, 1 if LEAVES else num_internal):
         if LEAVES:
-            first = segment_border(tables, first_leaf + leaf_chunks * lane // lanes, first_leaf + leaf_chunks)
-            end = segment_border(tables, first_leaf + leaf_chunks * (lane + 1) // lanes, first_leaf + leaf_chunks)
+            first = segment_border(tables, first_leaf + leaf_chunks * i_lane // lanes, first_leaf + leaf_chunks)
+            end = segment_border(tables, first_leaf + leaf_chunks * (i_lane + 1) // lanes, first_leaf + leaf_chunks)
         else:
-            first = tl.load(tables + _FIRST_CHUNK + turn)
-            end = first + tl.load(tables + _CHUNKS_OF + turn)
+            first = tl.load(tables + FIRST_CHUNK + i_turn)
+            end = first + tl.load(tables + CHUNKS_OF + i_turn)
         tl.debug_barrier()  # states that this program wrote for earlier segments are there to be read
         b_state = tl.zeros([DK, BLOCK], dtype=tl.float32)
         b_operand = b_state.to(dtype)
         held = _KEEP  # slot whose state is in registers, unchanged
-        for chunk in tl.range(first, end, num_stages=STAGES):
-            p_plan = plan + chunk * _PLAN_WIDTH
-            row = tl.load(p_plan + index)
-            own_row = tl.load(p_plan + _PLAN_OWN + index)
+        for i_chunk in tl.range(first, end, num_stages=STAGES):
+            p_plan = plan + i_chunk * _PLAN_WIDTH
+            i_row = tl.load(p_plan + o_row)
+            i_own_row = tl.load(p_plan + _PLAN_OWN + o_row)
             read = tl.load(p_plan + _PLAN_READ)
             write = tl.load(p_plan + _PLAN_WRITE)
             full = tl.load(p_plan + _PLAN_FULL)
-            entry = tl.cast(chunk, tl.int64) * VALUE_HEADS + value_head
-            p_row = rows_at(row, qkv + KEYS, 2 * KEYS + VALUES, tail_kv, KEYS + VALUES)
-            p_query = qkv + own_row.to(tl.int64) * (2 * KEYS + VALUES)
-            p_factors = factors + entry * _FACTORS
-            b_key = tl.load(p_row[:, None] + key_columns, mask=row[:, None] >= 0, other=0.0)
-            b_query = tl.load(p_query[:, None] + key_columns, mask=own_row[:, None] >= 0, other=0.0)
-            b_value = tl.load(p_row[:, None] + (KEYS + value_columns), mask=row[:, None] >= 0, other=0.0)
-            b_inverse = tl.load(inverse + entry * SQUARE + square)
-            b_scores = tl.load(scores + entry * SQUARE + square)
-            b_value_factor = tl.load(p_factors + _BETA + index)
-            b_key_factor = tl.load(p_factors + _KEY + index)
-            b_query_factor = tl.load(p_factors + _QUERY + index)
-            b_write_factor = tl.load(p_factors + _WRITE + index)
+            i_entry = tl.cast(i_chunk, tl.int64) * VALUE_HEADS + i_value_head
+            p_row = rows_at(i_row, qkv + KEYS, 2 * KEYS + VALUES, tail_kv, KEYS + VALUES)
+            p_query = qkv + i_own_row.to(tl.int64) * (2 * KEYS + VALUES)
+            p_factors = factors + i_entry * _FACTORS
+            b_key = tl.load(p_row[:, None] + o_k, mask=i_row[:, None] >= 0, other=0.0)
+            b_query = tl.load(p_query[:, None] + o_k, mask=i_own_row[:, None] >= 0, other=0.0)
+            b_value = tl.load(p_row[:, None] + (KEYS + o_v), mask=i_row[:, None] >= 0, other=0.0)
+            b_inverse = tl.load(inverse + i_entry * SQUARE + o_square)
+            b_scores = tl.load(scores + i_entry * SQUARE + o_square)
+            b_value_factor = tl.load(p_factors + _BETA + o_row)
+            b_key_factor = tl.load(p_factors + _KEY + o_row)
+            b_query_factor = tl.load(p_factors + _QUERY + o_row)
+            b_write_factor = tl.load(p_factors + _WRITE + o_row)
             carry = tl.load(p_factors + _CARRY)
 
             if (read != _KEEP) & (read != held):
@@ -305,8 +301,8 @@ def scan_kernel(
             b_change = tl.dot(b_inverse, b_change.to(dtype), input_precision=PRECISION)
             b_out = b_query_factor[:, None] * tl.dot(b_query, b_operand, input_precision=PRECISION)
             b_out = tl.dot(b_scores, b_change.to(dtype), b_out, input_precision=PRECISION)
-            p_out = out + own_row.to(tl.int64)[:, None] * VALUES + value_columns
-            tl.store(p_out, b_out.to(dtype), mask=own_row[:, None] >= 0)
+            p_out = out + i_own_row.to(tl.int64)[:, None] * VALUES + o_v
+            tl.store(p_out, b_out.to(dtype), mask=i_own_row[:, None] >= 0)
 
             # Without a branch, which would keep the state in several layouts at once.
             b_write = (b_write_factor[:, None] * b_change).to(dtype)
@@ -326,8 +322,8 @@ def scan_options(qkv: Tensor, n: DeltaSizes, leaves: bool) -> dict[str, Any]:
     """In bfloat16 all variants give the same bits, which tests hold them to: each sums a column in one order."""
     if qkv.dtype == torch.float32:
         block, warps, stages = 32, 8, 1
-    elif torch.cuda.get_device_capability(qkv.device)[0] not in (9, 10):
-        block, warps, stages = 32, 8, 3
+    elif (capability := torch.cuda.get_device_capability(qkv.device))[0] not in (9, 10):
+        block, warps, stages = 32, 8, 3 if capability == (8, 0) else 2  # 99 KiB of shared memory hold two stages
     elif leaves:
         block, warps, stages = LEAF_SCAN
     else:

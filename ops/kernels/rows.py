@@ -1,8 +1,9 @@
 """Kernels over rows that stand alone: norms, the MLP gate, sums, gathers.
 
 Every size is a constexpr and every row count a grid dimension, so a model has one binary of each, and a row is reduced
-by the same threads in the same order however many rows there are. Arithmetic is
-float32, whatever the storage.
+by the same threads in the same order however many rows there are. Arithmetic is float32, whatever the storage.
+
+Sizes: H hidden, I intermediate, N columns, P columns of the projection, HV value heads of DV columns.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ SUM_BLOCK = 1024
 
 
 @triton.jit
-def sigmoid(x):
+def sigmoid(b_x):
     """1 / (1 + e^-x) in float32; exactly zero where the exponential overflows.
 
     A squared reciprocal root and a base-2 exponential: one instruction each, where a division and exp take several.
     """
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return root * root
+    b_root = tl.rsqrt(1.0 + tl.exp2(b_x * -1.4426950408889634))
+    return b_root * b_root
 
 
 @triton.jit
 def add_rms_norm_kernel(x, delta, weight, residual, normed, eps, H: tl.constexpr, BLOCK: tl.constexpr):
-    columns = tl.arange(0, BLOCK)
-    mask = columns < H
-    offsets = tl.program_id(0).to(tl.int64) * H + columns
-    b_x = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    b_delta = tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32)
-    b_weight = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < H
+    o_x = tl.program_id(0).to(tl.int64) * H + o_h
+    b_x = tl.load(x + o_x, mask=m_h, other=0.0).to(tl.float32)
+    b_delta = tl.load(delta + o_x, mask=m_h, other=0.0).to(tl.float32)
+    b_weight = tl.load(weight + o_h, mask=m_h, other=0.0).to(tl.float32)
     b_residual = (b_x + b_delta).to(residual.dtype.element_ty)
-    tl.store(residual + offsets, b_residual, mask=mask)
-    r = b_residual.to(tl.float32)
-    b_normed = r * tl.rsqrt(tl.sum(r * r, axis=0) / H + eps) * (1.0 + b_weight)
-    tl.store(normed + offsets, b_normed.to(normed.dtype.element_ty), mask=mask)
+    tl.store(residual + o_x, b_residual, mask=m_h)
+    b_r = b_residual.to(tl.float32)
+    b_normed = b_r * tl.rsqrt(tl.sum(b_r * b_r, axis=0) / H + eps) * (1.0 + b_weight)
+    tl.store(normed + o_x, b_normed.to(normed.dtype.element_ty), mask=m_h)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -61,49 +62,49 @@ def gated_rms_norm_kernel(
     BLOCK_DV: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    head = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
-    columns = tl.arange(0, BLOCK_DV)[None, :]
-    mask = (head < heads) & (columns < DV)
-    b_o = tl.load(o + head * DV + columns, mask=mask, other=0.0).to(tl.float32)
-    z = proj + (head // HV) * P + (Z_OFFSET + (head % HV) * DV) + columns
-    b_z = tl.load(z, mask=mask, other=0.0).to(tl.float32)
-    p_weight = tl.broadcast_to(weight + columns, [HEADS, BLOCK_DV])  # loaded in the layout of the rows
-    b_weight = tl.load(p_weight, mask=columns < DV, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(b_o * b_o, axis=1) / DV + eps)
-    b_out = b_o * scale[:, None] * b_weight * (b_z * sigmoid(b_z))
-    tl.store(out + head * DV + columns, b_out.to(out.dtype.element_ty), mask=mask)
+    i_head = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)[:, None]
+    o_v = tl.arange(0, BLOCK_DV)[None, :]
+    m_v = (i_head < heads) & (o_v < DV)
+    b_o = tl.load(o + i_head * DV + o_v, mask=m_v, other=0.0).to(tl.float32)
+    p_z = proj + (i_head // HV) * P + (Z_OFFSET + (i_head % HV) * DV) + o_v
+    b_z = tl.load(p_z, mask=m_v, other=0.0).to(tl.float32)
+    p_weight = tl.broadcast_to(weight + o_v, [HEADS, BLOCK_DV])  # loaded in the layout of the rows
+    b_weight = tl.load(p_weight, mask=o_v < DV, other=0.0).to(tl.float32)
+    b_scale = tl.rsqrt(tl.sum(b_o * b_o, axis=1) / DV + eps)
+    b_out = b_o * b_scale[:, None] * b_weight * (b_z * sigmoid(b_z))
+    tl.store(out + i_head * DV + o_v, b_out.to(out.dtype.element_ty), mask=m_v)
 
 
 @triton.jit
 def silu_mul_kernel(gate_up, out, I: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    row = program // (I // BLOCK)
-    columns = (program % (I // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up + row * (2 * I) + columns).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * I) + I + columns).to(tl.float32)
-    rounded = (gate * sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * I + columns, (rounded * up).to(out.dtype.element_ty))
+    i_program = tl.program_id(0).to(tl.int64)
+    i_row = i_program // (I // BLOCK)
+    o_i = (i_program % (I // BLOCK)) * BLOCK + tl.arange(0, BLOCK)
+    b_gate = tl.load(gate_up + i_row * (2 * I) + o_i).to(tl.float32)
+    b_up = tl.load(gate_up + i_row * (2 * I) + I + o_i).to(tl.float32)
+    b_silu = (b_gate * sigmoid(b_gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + i_row * I + o_i, (b_silu * b_up).to(out.dtype.element_ty))
 
 
 @triton.jit
 def add_rows_kernel(x, delta, out, N: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0).to(tl.int64)
-    blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK
-    columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < N
-    offsets = (program // blocks) * N + columns
-    b_x = tl.load(x + offsets, mask=mask, other=0.0).to(tl.float32)
-    b_delta = tl.load(delta + offsets, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + offsets, (b_x + b_delta).to(out.dtype.element_ty), mask=mask)
+    i_program = tl.program_id(0).to(tl.int64)
+    BLOCKS: tl.constexpr = (N + BLOCK - 1) // BLOCK
+    o_n = (i_program % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+    m_n = o_n < N
+    o_x = (i_program // BLOCKS) * N + o_n
+    b_x = tl.load(x + o_x, mask=m_n, other=0.0).to(tl.float32)
+    b_delta = tl.load(delta + o_x, mask=m_n, other=0.0).to(tl.float32)
+    tl.store(out + o_x, (b_x + b_delta).to(out.dtype.element_ty), mask=m_n)
 
 
 @triton.jit(do_not_specialize=["section"])
 def take_rows_kernel(source, tables, out, section, H: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < H
-    picked = tl.load(tables + section + row).to(tl.int64)
-    tl.store(out + row * H + columns, tl.load(source + picked * H + columns, mask=mask), mask=mask)
+    i_row = tl.program_id(0).to(tl.int64)
+    o_h = tl.arange(0, BLOCK)
+    m_h = o_h < H
+    i_picked = tl.load(tables + section + i_row).to(tl.int64)
+    tl.store(out + i_row * H + o_h, tl.load(source + i_picked * H + o_h, mask=m_h), mask=m_h)
 
 
 def launch_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

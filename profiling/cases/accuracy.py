@@ -44,17 +44,15 @@ def prompts_of(count: int, vocabulary: int) -> list[Prompt]:
     return prompts
 
 
-def engine_states(weights: Weights, dimensions: ModelDimensions, gemm: str, prompts: Sequence[Prompt]) -> list[Tensor]:
-    """[reads, h] of each prompt on the CPU, each run alone."""
-    executor = executor_of(weights, dimensions, gemm, "eager")
-    return [executor.run(plan_of([[prompt]], "independent"))[0] for prompt in prompts]
-
-
-def peer_states(weights: Weights, dimensions: ModelDimensions, path: str, prompts: Sequence[Prompt]) -> list[Tensor]:
+def states_of(
+    weights: Weights, dimensions: ModelDimensions, prompts: Sequence[Prompt], *, gemm: str = "", path: str = ""
+) -> list[Tensor]:
+    """[reads, h] of each prompt on the CPU, each run alone: by the engine with `gemm`, or transformers on `path`."""
+    if gemm:
+        executor = executor_of(weights, dimensions, gemm, "eager")
+        return [executor.run(plan_of([[prompt]], "independent"))[0] for prompt in prompts]
     peer = Peer(weights, dimensions, path=path, way="one")
-    states = [peer.states(prompt) for prompt in prompts]
-    peer.close()
-    return states
+    return [peer.states(prompt) for prompt in prompts]
 
 
 def distances(states: Sequence[Tensor], reference: Sequence[Tensor]) -> np.ndarray:
@@ -71,12 +69,12 @@ def compared(
     `exact` holds the same values as `weights` in float32. `path` is transformers' delta rule for bfloat16.
     """
     progress("float32 reference")
-    reference = engine_states(exact, dimensions, "fixed", prompts)
+    reference = states_of(exact, dimensions, prompts, gemm="fixed")
     some = range(0, len(prompts), max(1, len(prompts) // CROSS_CHECKED))
-    theirs32 = peer_states(exact, dimensions, "torch", [prompts[i] for i in some])
+    theirs32 = states_of(exact, dimensions, [prompts[i] for i in some], path="torch")
     progress("bfloat16: the engine, then transformers")
-    ours = engine_states(weights, dimensions, gemm, prompts)
-    theirs = peer_states(weights, dimensions, path, prompts)
+    ours = states_of(weights, dimensions, prompts, gemm=gemm)
+    theirs = states_of(weights, dimensions, prompts, path=path)
     last = [states[-1:] for states in reference]
     return {
         "engine": distances(ours, reference),

@@ -23,7 +23,7 @@ from record import Record, progress
 from torch import Tensor
 
 from cases import Case, column
-from engine.config import RANDOM
+from engine.config import RANDOM, EngineConfig
 from engine.errors import CapacityError, ConfigError
 from engine.plan.layout import Split
 from engine.run.executor import Executor
@@ -159,30 +159,31 @@ def compare_all(tasks: Sequence[tuple[Depth, Questions]], handles: Sequence[Hand
     return len(runs)
 
 
-def handles_of(config: BenchConfig, *, cuda: bool) -> list[Handle]:
-    """Pairs that `config` asks for and this device runs, the fastest last. Raises ConfigError for `default`.
+def handles_of(config: BenchConfig, resolved: EngineConfig) -> list[Handle]:
+    """Pairs that `config` asks for and the engine's device runs, the fastest last. Raises ConfigError for `default`.
 
     Of `auto`, compiled layers are run with one handle: the other's would take as long again to compile.
     """
     if config.gemm == "default":
         raise ConfigError("gemm=default promises no equal bits; use fixed, tuned or auto")
-    gemms = [config.gemm] if config.gemm != "auto" else ["fixed", "tuned"] if cuda else ["fixed"]
-    graphs = [config.graphs] if config.graphs != "auto" else ["eager", "compiled", "captured"] if cuda else ["eager"]
-    return [(gemm, kind) for kind in graphs for gemm in (gemms[-1:] if kind == "compiled" else gemms)]
+    gemms = list(dict.fromkeys(("fixed", resolved.gemm))) if config.gemm == "auto" else [config.gemm]
+    graphs = ["eager", "compiled", "captured"] if resolved.device != "cpu" else ["eager"]
+    kinds = graphs if config.graphs == "auto" else [config.graphs]
+    return [(gemm, kind) for kind in kinds for gemm in (gemms[-1:] if kind == "compiled" else gemms)]
 
 
 def measure(config: BenchConfig) -> Iterator[Record]:
     with loaded(config, schedule="auto", graphs="eager", max_length=max(LONGEST, config.max_length)) as engine:
-        dimensions, handles = engine.dimensions, handles_of(config, cuda=engine.config.device != "cpu")
+        dimensions, handles = engine.dimensions, handles_of(config, engine.config)
         requests = {"matrix": matrix(dimensions.vocab_size)}
         layers = {"matrix": dimensions.num_hidden_layers, "random": config.layers}
         if config.random:
             requests["random"] = list(random_layouts(dimensions.vocab_size, config.random))
         depths = {}
         for name in requests:
-            some = replace(dimensions, layer_types=dimensions.layer_types[: layers[name]])
+            # The dimensions stay those of all layers, so that a layer compiled for one set serves the other.
             weights = replace(engine.weights, layers=engine.weights.layers[: layers[name]])
-            *made, alone = (executor_of(weights, some, gemm, graphs) for gemm, graphs in (*handles, handles[-1]))
+            *made, alone = (executor_of(weights, dimensions, *handle) for handle in (*handles, handles[-1]))
             executors = dict(zip(handles, made, strict=True))
             depths[name] = Depth(alone=alone, executors=executors, cells=cells_of(name, handles, config.schedule))
         tasks = [(depths[name], questions) for name in requests for questions in requests[name]]

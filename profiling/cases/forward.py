@@ -9,14 +9,14 @@ of them (marked ~). Unless `gemm=default`, every candidate that ran must have th
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 from bench_options import BenchConfig
+from floors import Ceilings
 from forwards import Workload, executor_of, last_rows, loaded, num_equal, on_device, plan_of
 from record import Record, ms, number, one_line
 from timing import Replay, by_the_clock, in_turns
@@ -37,21 +37,6 @@ ENOUGH_S = 5.0
 
 Run = Callable[[], tuple[Tensor, Counters]]
 """Hidden states [candidates, h] of last rows, and what was run."""
-
-
-@dataclass(kw_only=True)
-class Way:
-    """One schedule through the executor or the engine, warm: `hidden` of a run after all graphs were captured."""
-
-    schedule: Schedule
-    through: str
-    run: Run
-    hidden: Tensor
-    counters: Counters
-    peak_bytes: int | None
-    """Above what was there before it; None on a CPU."""
-
-
 Opened = tuple[Run, Callable[[], None]]
 """What is timed, and what captures the graphs that it missed."""
 
@@ -76,26 +61,10 @@ def through_engine(engine: Engine, prompts: list[Prompt], schedule: Schedule, st
 THROUGH = {"executor": through_executor, "engine": through_engine}
 
 
-def opened(engine: Engine, prompts: list[Prompt], schedule: Schedule, through: str, stack: ExitStack) -> Way:
-    """Raises CapacityError for a tree that is larger than a pass, and what a forward raises."""
-    device, before, peak = engine.config.device, 0, None
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    run, settle = THROUGH[through](engine, prompts, schedule, stack)
-    run()
-    settle()
-    hidden, counters = run()
-    if device != "cpu":
-        peak = torch.cuda.max_memory_allocated(device) - before
-    return Way(schedule=schedule, through=through, run=run, hidden=hidden, counters=counters, peak_bytes=peak)
-
-
 def measure(config: BenchConfig) -> Iterator[Record]:
     schedules = SCHEDULES if config.schedule == "auto" else (config.schedule,)
     with loaded(config) as engine:
-        for text in config.workloads:
-            w = Workload.parse(text)
+        for w in map(Workload.parse, config.workloads):
             # One candidate is one pass whatever the schedule.
             yield from of_workload(engine, w, schedules if w.candidates > 1 else schedules[:1], config)
             gc.collect()  # an executor that failed may hang in a traceback
@@ -104,58 +73,64 @@ def measure(config: BenchConfig) -> Iterator[Record]:
 
 
 def of_workload(engine: Engine, w: Workload, schedules: Sequence[Schedule], config: BenchConfig) -> Iterator[Record]:
-    prompts = w.prompts(engine.dimensions.vocab_size)
-    ways: list[Way] = []
+    """A record for each schedule and way to run it. All of them are warm before the first is timed."""
+    prompts, device = w.prompts(engine.dimensions.vocab_size), engine.config.device
+    warm: dict[str, tuple[Record, Run, Tensor]] = {}
     replays: dict[str, Replay] = {}
     with ExitStack() as stack:
         stack.enter_context(on_device(engine))
-        if engine.config.device != "cpu" and engine.config.dtype == "bfloat16":
+        if device != "cpu" and engine.config.dtype == "bfloat16":
             replays[YARDSTICK] = gemm_only(w.unique_rows, matrices_of(engine.weights))
-        for schedule in schedules:
+        for schedule, through in itertools.product(schedules, THROUGH):
             some = prompts[: w.candidates_run(schedule, config.few)]
-            for through in THROUGH:
-                try:
-                    ways.append(opened(engine, some, schedule, through, stack))
-                except Exception as error:
-                    record = begun(w, schedule, through, config) | {"not_run": one_line(error)}
-                    failed = "" if isinstance(error, CapacityError) else one_line(error)
-                    yield Record(case="forward", name=name_of(record), configuration=record, failed=failed)
-        replays |= {f"{way.schedule} {way.through}": by_the_clock(way.run) for way in ways}
+            record = Record(case="forward", name=f"{config.model}/{w.name}/{schedule}/{through}")
+            record.configuration = {
+                "model": config.model, "checkpoint": config.checkpoint or RANDOM, "workload": w.name,
+                "schedule": schedule, "through": through, "candidates": w.candidates, "candidates_run": len(some),
+                **{name: getattr(engine.config, name) for name in ("gemm", "graphs", "split", "dtype")},
+            }  # fmt: skip
+            before = peak_bytes(device, reset=True)
+            try:
+                run, settle = THROUGH[through](engine, some, schedule, stack)
+                run()
+                settle()
+                hidden, counters = run()
+            except Exception as error:
+                record.configuration["not_run"] = one_line(error)
+                record.failed = "" if isinstance(error, CapacityError) else one_line(error)  # a tree may be too large
+                yield record
+                continue
+            record.configuration |= {"rows": counters.rows, "passes": counters.passes, "unique_rows": w.unique_rows}
+            record.configuration["peak_bytes_above_weights"] = peak_bytes(device) - before
+            warm[record.name], replays[record.name] = (record, run, hidden), by_the_clock(run)
         times = in_turns(replays, samples=config.samples, seconds=ENOUGH_S)
-        yardstick = median(times[YARDSTICK]) if YARDSTICK in times else None
-        for way in ways:
-            most = max(ways, key=lambda way: len(way.hidden)).hidden[: len(way.hidden)]
-            equal = min(num_equal(way.hidden, most), num_equal(way.run()[0], most))
-            yield record_of(engine, w, way, times[f"{way.schedule} {way.through}"], equal, yardstick, config)
+        for record, run, hidden in warm.values():
+            most = max((other for _, _, other in warm.values()), key=len)[: len(hidden)]
+            record.configuration["equal"] = min(num_equal(hidden, most), num_equal(run()[0], most))
+            yield timed(record, times[record.name], times.get(YARDSTICK), engine, w, config.ceilings)
 
 
-def begun(w: Workload, schedule: Schedule, through: str, config: BenchConfig) -> dict[str, Any]:
-    what = {"model": config.model, "checkpoint": config.checkpoint or RANDOM, "workload": w.name}
-    return what | {"schedule": schedule, "through": through}
+def peak_bytes(device: str, *, reset: bool = False) -> int:
+    """The most that was allocated since the last reset, which is then what is allocated now; 0 on a CPU."""
+    if device == "cpu":
+        return 0
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.max_memory_allocated(device)
 
 
-def name_of(configuration: dict[str, Any]) -> str:
-    return "/".join(configuration[key] for key in ("model", "workload", "schedule", "through"))
-
-
-def record_of(
-    engine: Engine, w: Workload, way: Way, samples: list[float], equal: int, yardstick: float | None,
-    config: BenchConfig,
-) -> Record:  # fmt: skip
-    candidates = len(way.hidden)
-    whole_us = median(samples) * w.candidates / candidates
-    configuration = begun(w, way.schedule, way.through, config) | {
-        "candidates": w.candidates, "candidates_run": candidates, "whole_us": whole_us, "rows": way.counters.rows,
-        "passes": way.counters.passes, "unique_rows": w.unique_rows, "equal": equal, "gemm_only_us": yardstick,
-        "peak_bytes_above_weights": way.peak_bytes, "ceilings": vars(config.ceilings),
-        **{name: getattr(engine.config, name) for name in ("gemm", "graphs", "split", "dtype")},
-    }  # fmt: skip
-    record = Record(case="forward", name=name_of(configuration), samples_us=samples, configuration=configuration)
+def timed(
+    record: Record, samples: list[float], yardstick: list[float] | None, engine: Engine, w: Workload, ceilings: Ceilings
+) -> Record:
+    run, equal = record.configuration["candidates_run"], record.configuration["equal"]
+    record.samples_us, whole_us = samples, median(samples) * w.candidates / run
+    record.configuration |= {"whole_us": whole_us, "ceilings": vars(ceilings)}
     if yardstick is not None:
-        record.peer, record.ratio = "gemm/default", whole_us / yardstick
-        record.floor_us = config.ceilings.floor_us(gemm_only_cost(engine.dimensions, w.unique_rows))
-    if equal < candidates and engine.config.gemm != "default":
-        record.failed = f"{candidates - equal} of {candidates} candidates have other bits"
+        record.configuration["gemm_only_us"] = median(yardstick)
+        record.peer, record.ratio = "gemm/default", whole_us / median(yardstick)
+        record.floor_us = ceilings.floor_us(gemm_only_cost(engine.dimensions, w.unique_rows))
+    if equal < run and engine.config.gemm != "default":
+        record.failed = f"{run - equal} of {run} candidates have other bits"
     return record
 
 

@@ -9,13 +9,14 @@ replay, so none waits in cache; activations are read where the last product left
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import geometric_mean, median
 
 import torch
 import torch.nn.functional as F
 from bench_options import BenchConfig
+from floors import DTYPE, Cost
 from forwards import HANDLES, loaded, on_device
-from inputs import DTYPE, Cost, normal
 from record import Record, ms, number
 from timing import Replay, captured, in_turns
 from torch import Tensor
@@ -57,8 +58,8 @@ def multiplied(handle: str, rows: int) -> int:
 
 def gemm_only(rows: int, matrices: Sequence[Tensor], handle: str = "default") -> Replay:
     """All products at `rows` rows by one handle."""
-    multiplied_rows = multiplied(handle, rows)
-    inputs = {k: normal(multiplied_rows, k, device=matrices[0].device) for k in {w.shape[1] for w in matrices}}
+    make = partial(torch.randn, multiplied(handle, rows), dtype=DTYPE, device=matrices[0].device)
+    inputs = {k: make(k) for k in {w.shape[1] for w in matrices}}
 
     def forward() -> None:
         for w in matrices:

@@ -1,8 +1,9 @@
 """Every operator beside its peer and its floor, in turns, each in a CUDA graph.
 
-A graph holds one call per input set, and a replay walks all sets, so that a large operator finds neither inputs nor
-outputs in cache (`inputs` says cold). Small ones fit there whatever is done (L2), as they do in a forward, where the
-operator before has just written them. Peers run over inputs of the same sizes:
+Arguments are those of a forward of three layers at real sizes, taken as the operator was called. A graph holds one call
+per input set, and a replay walks all sets, so that a large operator finds neither inputs nor outputs in cache (`inputs`
+says cold). Small ones fit there whatever is done (L2), as they do in a forward, where the operator before has just
+written them. Peers run over inputs of the same sizes:
 
     delta_rule        flash-linear-attention's chunk rule, grouped heads; branches start from copies of the state
     attention         torch SDPA; branches have copies of the keys, lower-right causal (no gate, which ours applies)
@@ -13,86 +14,98 @@ Products are the case `gemm`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import Any
 
-import inputs
 import torch
 import torch.nn.functional as F
 from bench_options import BenchConfig
-from inputs import DTYPE, Cost, PassCase, branches, normal, one_sequence
+from floors import DTYPE, OPERATORS
+from forwards import Workload, executor_of, plan_of
 from record import Record, number, one_line
 from timing import Call, Replay, captured, in_turns
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import Case, column
 from cases.gemm import require_cuda
 from engine.errors import ConfigError
-from engine.load.dimensions import DIMENSIONS, ModelDimensions
-from ops.add_rms_norm import add_rms_norm
-from ops.attention import attention
-from ops.attention_prepare import attention_prepare
-from ops.delta_rule import delta_rule
-from ops.gated_rms_norm import gated_rms_norm
-from ops.gdn_conv import gdn_conv
-from ops.silu_mul import silu_mul
+from engine.load.checkpoint import RandomWeights
+from engine.load.dimensions import DIMENSIONS, FULL, LINEAR, ModelDimensions
+from engine.load.weights import load_weights
+from graphs.rungs import rung
 from ops.tables import ROW_TOKEN
-from ops.take_rows import take_rows
 
-Pair = tuple[Call, Call | None]
-
-SEQUENCES = (64, 320, 1_088, 3_136)
-LONGEST = 3_136
-BRANCHES = branches(255, 34, 3_093)
-ROW_COUNTS = (64, 3_136)
+ROWS = ("64", "3136")
+"""Workloads that all operators are timed on; the two mixers also on those below."""
+MIXERS = {"delta_rule": ("320", "1088", "3093+255x34"), "attention": ("3093+255x34",)}
+PEERS = {"delta_rule": "flash-linear-attention", "attention": "SDPA"}
 MAX_SETS = 16
 
-
-@dataclass(frozen=True, kw_only=True)
-class Bench:
-    """One row of the table. `build(sets)` makes that many input sets; of each, the operator's call and its peer's."""
-
-    operator: str
-    case: str
-    cost: Cost
-    peer: str
-    build: Callable[[int], list[Pair]]
+Operator = tuple[Callable[..., object], tuple[Any, ...]]
+"""What was called, and with what."""
 
 
-def chunk_rule() -> Callable[..., Any] | None:
-    """flash-linear-attention's chunk rule, when that is installed."""
-    try:
-        rule: Callable[..., Any] = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except ImportError:
-        return None
-    return rule
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the first call of each operator with so many rows of results. Tables are copied: every pass writes them."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rows = rows
+        self.found: dict[str, Operator] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space == "forkgraph":
+            before = [a.clone() if isinstance(a, Tensor) and a.dtype == torch.int32 else a for a in args]
+        result = func(*args, **(kwargs or {}))
+        if space == "forkgraph" and len(result[0] if isinstance(result, tuple) else result) == self.rows:
+            self.found.setdefault(name, (func, tuple(before)))
+        return result
 
 
-def delta_rule_bench(d: ModelDimensions, case: PassCase, device: torch.device, fla: Callable[..., Any] | None) -> Bench:
-    def build(sets: int) -> list[Pair]:
-        tables, kept = case.tables(d, device), inputs.gdn_snapshot(d, device)
-        many: dict[str, Tensor] = {}
-        if case.prefix:
-            many["initial_state"] = kept.states.repeat(len(case.lengths), 1, 1, 1)
-            many["cu_seqlens"] = torch.tensor([0, *case.lengths], device=device).cumsum(0).int()
-        pairs: list[Pair] = []
-        for _ in range(sets):
-            qkv, gates = inputs.gdn_inputs(d, case.rung, device)
-            ours = partial(delta_rule, qkv, gates, kept.tail_kv, kept.tail_gates, kept.states, tables)
-            theirs = None if fla is None else partial(fla, *_chunk_rule_inputs(d, qkv, gates, case.rows), **many)
-            pairs.append((ours, theirs))
-        return pairs
-
-    peer = "none" if fla is None else "flash-linear-attention"
-    return Bench(operator="delta_rule", case=case.name, cost=inputs.delta_rule_cost(d, case), peer=peer, build=build)
+def calls_of(d: ModelDimensions, w: Workload, device: torch.device) -> dict[str, Operator]:
+    """Each operator as it is called in the pass that runs the candidates of `w`, in none but the last layer."""
+    d = replace(d, layer_types=(LINEAR, FULL, LINEAR))
+    source = RandomWeights(d, seed=0, dtype=DTYPE, device=device)
+    weights = load_weights(source.tensor, d, dtype=DTYPE, device=device, positions=w.prefix + w.length)
+    calls = _Calls(rung(w.own_rows))
+    with calls:
+        executor_of(weights, d, "default", "eager").run(plan_of([w.prompts(d.vocab_size)], "levels"))
+    return calls.found
 
 
-def _chunk_rule_inputs(d: ModelDimensions, qkv: Tensor, gates: Tensor, rows: int) -> list[Tensor]:
+def set_of(name: str, operator: Operator, d: ModelDimensions, rows: int) -> Operator:
+    """The same call over activations of its own; weights, tables and what a prefix left are shared."""
+    func, args = operator
+    own = [a.clone() if isinstance(a, Tensor) and a.dim() > 1 and len(a) == rows else a for a in args]
+    if name == "take_rows":  # other tokens, so that their rows are not in cache
+        own[1] = own[1].clone()
+        own[1][ROW_TOKEN : ROW_TOKEN + rows].random_(0, d.vocab_size)
+    return func, tuple(own)
+
+
+def peer_of(name: str, args: Sequence[Any], d: ModelDimensions, w: Workload) -> Call:
+    """Raises ImportError without flash-linear-attention."""
+    make = partial(torch.randn, dtype=DTYPE, device=args[0].device)
+    if name == "delta_rule":
+        rule = import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+        return partial(rule, *_grouped_heads(d, args[0], args[1], w.own_rows), **_copied_states(w, args[4]))
+    if name == "attention":
+        queries = make(w.candidates, d.num_attention_heads, w.length, d.head_dim)
+        keys, values = make(2, w.candidates, d.num_key_value_heads, w.prefix + w.length, d.head_dim)
+        mask = {"attn_mask": causal_lower_right(w.length, w.prefix + w.length)} if w.prefix else {"is_causal": True}
+        return partial(F.scaled_dot_product_attention, queries, keys, values, enable_gqa=True, **mask)
+    source = make(OPERATORS[name](d, w).bytes // (2 * DTYPE.itemsize))
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _grouped_heads(d: ModelDimensions, qkv: Tensor, gates: Tensor, rows: int) -> list[Tensor]:
     """q, k [1, rows, Hk, dk] normalised, v [1, rows, Hv, dv], g [1, rows, Hv] float32, beta [1, rows, Hv]."""
     q, k, v = torch.split_with_sizes(qkv[:rows], [d.key_dim, d.key_dim, d.value_dim], dim=1)
     q, k = (F.normalize(x.float().view(rows, d.linear_num_key_heads, -1), dim=-1).to(DTYPE) for x in (q, k))
@@ -101,94 +114,11 @@ def _chunk_rule_inputs(d: ModelDimensions, qkv: Tensor, gates: Tensor, rows: int
     return [x.contiguous()[None] for x in (q, k, v, g, beta.to(DTYPE))]
 
 
-def attention_bench(d: ModelDimensions, case: PassCase, device: torch.device) -> Bench:
-    count, length = len(case.lengths), case.lengths[0]
-
-    def build(sets: int) -> list[Pair]:
-        tables, cache = case.tables(d, device), inputs.attention_snapshot(d, case.prefix, device)
-        keys, values = normal(2, count, d.num_key_value_heads, case.prefix + length, d.head_dim, device=device)
-        how: dict[str, Any] = {"is_causal": True}
-        if case.prefix:
-            how = {"attn_mask": causal_lower_right(length, case.prefix + length)}
-        pairs: list[Pair] = []
-        for _ in range(sets):
-            widths = (d.query_dim, d.attention_proj, d.kv_dim, d.kv_dim)
-            q, proj, k, v = (normal(case.rung, n, device=device) for n in widths)
-            queries = normal(count, d.num_attention_heads, length, d.head_dim, device=device)
-            ours = partial(attention, q, proj, cache.k_cache, cache.v_cache, k, v, tables, d.head_dim, False)
-            theirs = partial(F.scaled_dot_product_attention, queries, keys, values, enable_gqa=True, **how)
-            pairs.append((ours, theirs))
-        return pairs
-
-    return Bench(operator="attention", case=case.name, cost=inputs.attention_cost(d, case), peer="SDPA", build=build)
-
-
-def row_benches(d: ModelDimensions, rows: int, device: torch.device) -> Iterator[Bench]:
-    """The operators whose time is that of their bytes. `rows` is a rung, so nothing is padded."""
-    case, make = one_sequence(rows), partial(normal, device=device)
-    assert case.rung == rows
-    h, eps, two = d.hidden_size, d.rms_norm_eps, DTYPE.itemsize
-    tables, kv, kept = case.tables(d, device), inputs.attention_snapshot(d, 0, device), inputs.gdn_snapshot(d, device)
-    rope, norms = make(rows, d.rotary_dim), (make(d.head_dim), make(d.head_dim))
-    conv, gates = make(d.conv_dim, 4), inputs.gate_weights(d, device)
-    out_norm = torch.randn(d.linear_value_head_dim, device=device)
-    embedding, seeds = make(d.vocab_size, h), iter(range(MAX_SETS))
-
-    def prepare() -> Call:
-        proj = make(rows, d.attention_proj)
-        rest = (*norms, rope, kv.k_cache, kv.v_cache, tables, eps, 2 * d.query_dim, False)
-        return partial(attention_prepare, proj, proj, *rest)
-
-    def convolve() -> Call:
-        return partial(
-            gdn_conv, make(rows, d.gdn_proj), conv, *gates, tables, kept.history, kept.tail_kv, kept.tail_gates
-        )
-
-    heads = d.linear_num_value_heads
-    conv_bytes = (rows * (2 * d.conv_dim + 2 * heads) + 4 * d.conv_dim) * two
-    operators: dict[str, tuple[int, Callable[[], Call]]] = {
-        "attention_prepare": (rows * (2 * (d.query_dim + 2 * d.kv_dim) + d.rotary_dim) * two, prepare),
-        "add_rms_norm": (
-            (rows * 4 + 1) * h * two, lambda: partial(add_rms_norm, make(rows, h), make(rows, h), make(h), eps),
-        ),
-        "gdn_conv": (conv_bytes + rows * 2 * (heads + d.linear_num_key_heads) * 4, convolve),
-        "gated_rms_norm": (
-            rows * 3 * d.value_dim * two,
-            lambda: partial(
-                gated_rms_norm, make(rows, d.value_dim), make(rows, d.gdn_proj), out_norm, eps, d.conv_dim
-            ),
-        ),
-        "silu_mul": (
-            rows * 3 * d.intermediate_size * two, lambda: partial(silu_mul, make(rows, 2 * d.intermediate_size)),
-        ),
-        "take_rows": (
-            rows * 2 * h * two,
-            lambda: partial(take_rows, embedding, case.tables(d, device, seed=next(seeds)), ROW_TOKEN, rows),
-        ),
-    }  # fmt: skip
-    for operator, (num_bytes, one) in operators.items():
-
-        def build(sets: int, one: Callable[[], Call] = one, num_bytes: int = num_bytes) -> list[Pair]:
-            return [(one(), _copy_of(num_bytes, device)) for _ in range(sets)]
-
-        yield Bench(operator=operator, case=case.name, cost=Cost(bytes=num_bytes), peer="copy", build=build)
-
-
-def _copy_of(num_bytes: int, device: torch.device) -> Call:
-    """A copy that reads half of `num_bytes` and writes as much."""
-    source = normal(num_bytes // (2 * DTYPE.itemsize), device=device)
-    return partial(torch.empty_like(source).copy_, source)
-
-
-def benches(model: str, device: torch.device, fla: Callable[..., Any] | None) -> Iterator[Bench]:
-    """All rows of the table at the head counts of a published size."""
-    d = DIMENSIONS[model]
-    for case in (*map(one_sequence, SEQUENCES), BRANCHES):
-        yield delta_rule_bench(d, case, device, fla)
-    for case in (one_sequence(LONGEST), BRANCHES):
-        yield attention_bench(d, case, device)
-    for rows in ROW_COUNTS:
-        yield from row_benches(d, rows, device)
+def _copied_states(w: Workload, states: Tensor) -> dict[str, Tensor]:
+    if not w.prefix:
+        return {}
+    ends = torch.arange(w.candidates + 1, dtype=torch.int32, device=states.device) * w.length
+    return {"initial_state": states[:1].repeat(w.candidates, 1, 1, 1), "cu_seqlens": ends}
 
 
 def sets_for(num_bytes: int, cache_bytes: int) -> tuple[int, bool]:
@@ -197,23 +127,26 @@ def sets_for(num_bytes: int, cache_bytes: int) -> tuple[int, bool]:
     return sets, sets * num_bytes >= 2 * cache_bytes
 
 
-def record_of(bench: Bench, config: BenchConfig, *, cache_bytes: int) -> Record:
-    """Time a bench. An operator or a peer that cannot run is said in the record, and the others still run."""
-    sets, cold = sets_for(bench.cost.bytes, cache_bytes)
+def record_of(
+    name: str, operator: Operator, d: ModelDimensions, w: Workload, config: BenchConfig, *, cache_bytes: int
+) -> Record:
+    """Time an operator. One that cannot run, or a peer, is said in the record, and the others still run."""
+    cost = OPERATORS[name](d, w)
+    sets, cold = sets_for(cost.bytes, cache_bytes)
     configuration: dict[str, Any] = {
-        "model": config.model, "operator": bench.operator, "case": bench.case, "sets": sets, "peer_samples_us": [],
-        "inputs": "cold" if cold else "L2", "peer_error": "", **vars(bench.cost), "ceilings": vars(config.ceilings),
+        "model": config.model, "operator": name, "workload": w.name, "sets": sets, "peer_samples_us": [],
+        "inputs": "cold" if cold else "L2", "peer_error": "", **vars(cost), "ceilings": vars(config.ceilings),
     }  # fmt: skip
     record = Record(
-        case="operators", name=f"{bench.operator}/{bench.case}", configuration=configuration, peer=bench.peer,
-        floor_us=config.ceilings.floor_us(bench.cost),
+        case="operators", name=f"{name}/{w.name}", configuration=configuration, peer=PEERS.get(name, "copy"),
+        floor_us=config.ceilings.floor_us(cost),
     )  # fmt: skip
     replays: dict[str, Replay] = {}
     try:
-        pairs = bench.build(sets)
-        replays["ours"] = captured([ours for ours, _ in pairs])
-        if peers := [peer for _, peer in pairs if peer is not None]:
-            replays["peer"] = captured(peers)
+        made = [set_of(name, operator, d, rung(w.own_rows)) for _ in range(sets)]
+        replays["ours"] = captured([partial(func, *args) for func, args in made])
+        if config.fla or name != "delta_rule":
+            replays["peer"] = captured([peer_of(name, args, d, w) for _, args in made])
     except Exception as error:
         if "ours" not in replays:
             record.failed = one_line(error)
@@ -230,17 +163,19 @@ def measure(config: BenchConfig) -> Iterator[Record]:
     device = require_cuda(config)
     if config.model not in DIMENSIONS:
         raise ConfigError(f"model={config.model}: operators are timed at published sizes; use {', '.join(DIMENSIONS)}")
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    for bench in benches(config.model, device, chunk_rule() if config.fla else None):
-        if not config.only or bench.operator in config.only:
-            yield record_of(bench, config, cache_bytes=cache_bytes)
-            torch.cuda.empty_cache()
+    d, cache_bytes = DIMENSIONS[config.model], torch.cuda.get_device_properties(device).L2_cache_size
+    for w in map(Workload.parse, dict.fromkeys((*ROWS, *MIXERS["delta_rule"]))):
+        calls = calls_of(d, w, device)
+        for name in config.only or OPERATORS:
+            if w.name in ROWS or w.name in MIXERS.get(name, ()):
+                yield record_of(name, calls[name], d, w, config, cache_bytes=cache_bytes)
+                torch.cuda.empty_cache()
 
 
 CASE = Case(
     measure=measure,
     figures={
-        **{name: column(name) for name in ("operator", "case")},
+        **{name: column(name) for name in ("operator", "workload")},
         "us": lambda r: number(r.median_us, 1),
         "peer us": lambda r: number(r.ratio and r.us / r.ratio, 1),
         "ratio": lambda r: number(r.ratio),

@@ -19,7 +19,7 @@ from engine.prompt import Prompt
 Questions = Sequence[Sequence[Prompt]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Outcome:
     """One forward: `hidden` [candidates, h] of each candidate's last row on the CPU, and what was run for it.
 
@@ -38,17 +38,14 @@ class EngineArm:
 
     def __init__(self, name: str, engine: Engine) -> None:
         """Raises ConfigError for options that cannot run here."""
-        self.name = name
-        self.held_bytes = 0
-        """What it keeps on the device between forwards, as measured so far; the weights are not its own."""
+        self.name, self.held_bytes = name, 0  # on the device between forwards, as measured so far; weights left out
         self.engine = engine.like(**ENGINE_ARMS[name])
         self._captures: dict[tuple[int, int], float] = {}
 
     def forward(self, questions: Questions) -> Outcome:
         done = self.engine.forward(questions)
-        planned = {k: v for k, v in asdict(done.memory).items() if k != "weights"}
         hidden = torch.stack([rows[-1] for rows in done.hidden])
-        return Outcome(hidden=hidden, rows=done.counters.rows, passes=done.counters.passes, planned=planned)
+        return Outcome(hidden, done.counters.rows, done.counters.passes, asdict(done.memory))
 
     def settle(self) -> float:
         """Wait for captures behind the last forward; the seconds of all captures since the last call."""
@@ -76,12 +73,9 @@ class PeerArm:
         self._captured = 0.0
 
     def forward(self, questions: Questions) -> Outcome:
-        hidden = self.peer.forward(questions)
-        rows = sum(len(prompt) for prompts in questions for prompt in prompts)
-        if self._way == "forked":
-            together = [prompt for prompts in questions for prompt in prompts]
-            rows = build_layout([together], "exact").unique_rows
-        return Outcome(hidden=hidden, rows={"peer": rows})
+        together = [prompt for prompts in questions for prompt in prompts]
+        rows = build_layout([together], "exact").unique_rows if self._way == "forked" else sum(map(len, together))
+        return Outcome(self.peer.forward(questions), {"peer": rows})
 
     def settle(self) -> float:
         """A peer captures in `forward`, and adds up what each length took."""
@@ -103,7 +97,5 @@ def first_candidates(questions: Questions, most: int | None) -> list[list[Prompt
     """The questions cut after `most` candidates in all; those that are left without any are dropped."""
     kept: list[list[Prompt]] = []
     for prompts in questions:
-        room = len(prompts) if most is None else most - sum(map(len, kept))
-        if room > 0:
-            kept.append(list(prompts[:room]))
-    return kept
+        kept.append(list(prompts[: None if most is None else most - sum(map(len, kept))]))
+    return [prompts for prompts in kept if prompts]

@@ -16,11 +16,12 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from comparison.journal import Cell, Difference, RequestFacts
 from comparison.options import BASE, EXACT_ARMS, PLAIN, REFERENCE, GatesConfig
-from engine.wire.answers import Answer, ChoiceAnswer, Head, NoulAnswer, answer_request, scalar_scores
+from engine.wire.answers import Head, NoulAnswer, answer_request, scalar_scores
 from engine.wire.requests import Request
 
 COMPARED = (
@@ -131,64 +132,39 @@ def mean_ms(cells: Iterable[Cell], arm: str) -> float | None:
 
 
 def difference(
-    request: Request,
-    states: Mapping[str, Tensor],
-    pair: tuple[str, str],
-    head: Head,
-    *,
-    facts: RequestFacts,
-    close: float,
+    facts: RequestFacts, request: Request, states: Mapping[str, Tensor], pair: tuple[str, str], head: Head, close: float
 ) -> Difference:
     """How far two arms' answers are apart. `states` are their hidden states [n, h], of the first n candidates each."""
     n = min(len(states[name]) for name in pair)
     a, b = (states[name][:n].float().numpy() for name in pair)
     scores_a, scores_b = scalar_scores(a, head), scalar_scores(b, head)
-    whole = _answered_by(request, n)
-    answers_a, answers_b = (
-        list(answer_request(whole, scores[: whole.num_candidates], head.temperature).values()) if whole else []
-        for scores in (scores_a, scores_b)
-    )
-    apart = [
-        abs(p - q)
-        for x, y in zip(answers_a, answers_b, strict=True)
-        for p, q in zip(probabilities(x), probabilities(y), strict=True)
-    ]
+    answers = list(zip(*(_answers(request, scores, head.temperature) for scores in (scores_a, scores_b)), strict=True))
+    apart = [abs(p - q) for (_, x), (_, y) in answers for p, q in zip(x, y, strict=True)]
     distance = np.linalg.norm(a.astype(np.float64) - b, axis=1) / np.linalg.norm(b.astype(np.float64), axis=1)
     return Difference(
-        request=facts.request,
-        set=facts.set,
-        arm=pair[0],
-        other=pair[1],
-        decisions=len(answers_a),
-        decisions_equal=sum(decision(x) == decision(y) for x, y in zip(answers_a, answers_b, strict=True)),
-        probabilities=len(apart),
-        probabilities_close=sum(p <= close for p in apart),
-        probability=max(apart, default=0.0),
+        request=facts.request, set=facts.set, arm=pair[0], other=pair[1], decisions=len(answers),
+        decisions_equal=sum(x == y for (x, _), (y, _) in answers), probabilities=len(apart),
+        probabilities_close=sum(p <= close for p in apart), probability=max(apart, default=0.0),
         head=float(np.abs(scores_a.astype(np.float64) - scores_b).max()),
         hidden=[float(f"{d:.3e}") for d in distance],
         identical=sum(torch.equal(x, y) for x, y in zip(states[pair[0]], states[pair[1]], strict=False)),
-    )
+    )  # fmt: skip
 
 
-def _answered_by(request: Request, candidates: int) -> Request | None:
-    """The request's leading questions that `candidates` candidates answer wholly."""
+def _answers(request: Request, scores: NDArray[np.float32], temperature: float) -> list[tuple[bool | int, list[float]]]:
+    """Decision and probabilities of the leading questions that `scores` answer wholly: noul's side of 0.5, or the most
+    likely of the others."""
     kept, used = {}, 0
     for name, question in request.questions.items():
-        used += len(question.candidates)
-        if used > candidates:
+        if used + len(question.candidates) > len(scores):
             break
-        kept[name] = question
-    return request.model_copy(update={"questions": kept}) if kept else None
-
-
-def decision(answer: Answer) -> bool | str:
-    """Noul's side of 0.5, the choice, or the most likely level."""
-    if isinstance(answer, NoulAnswer):
-        return answer.noul >= 0.5
-    if isinstance(answer, ChoiceAnswer):
-        return answer.choice
-    return max(answer.probabilities, key=lambda level: answer.probabilities[level])
-
-
-def probabilities(answer: Answer) -> list[float]:
-    return [answer.noul] if isinstance(answer, NoulAnswer) else list(answer.probabilities.values())
+        kept[name], used = question, used + len(question.candidates)
+    whole = request.model_copy(update={"questions": kept})
+    found: list[tuple[bool | int, list[float]]] = []
+    for answer in answer_request(whole, scores[:used], temperature).values() if kept else ():
+        if isinstance(answer, NoulAnswer):
+            found.append((answer.noul >= 0.5, [answer.noul]))
+        else:
+            likely = list(answer.probabilities.values())
+            found.append((int(np.argmax(likely)), likely))
+    return found

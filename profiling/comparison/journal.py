@@ -24,11 +24,19 @@ RUN, OUT_OF_BUDGET = "run", "not run: budget"
 """Status of a cell that was measured; any other says why it was not."""
 
 # What may differ between two starts of one run.
-_FREE = ("configuration.out", "configuration.progress", "environment.git_dirty", "begun")
+_FREE = ("configuration.out", "environment.git_dirty", "begun")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="constants")
+
+    time: str = Field(default_factory=_now)
+    seconds: float = 0.0
+    """What it took of the budget."""
 
 
 class Cell(_Line):
@@ -48,8 +56,6 @@ class Cell(_Line):
     retaken: int = 0
     """Forwards left out of the samples because graphs were captured for them."""
     capture_seconds: float = 0.0
-    seconds: float = 0.0
-    """What the cell took of the budget."""
     rows: dict[str, int] = {}
     passes: dict[str, int] = {}
     planned_bytes: dict[str, int] = {}
@@ -75,6 +81,10 @@ class Cell(_Line):
     @property
     def measured(self) -> bool:
         return self.ran and self.pass_number != FEASIBILITY
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.rows.values())
 
     @property
     def whole_ms(self) -> list[float]:
@@ -106,7 +116,6 @@ class Preparation(_Line):
     kind: Literal["preparation"] = "preparation"
     arm: str
     status: str
-    seconds: float = 0.0
 
 
 class Difference(_Line):
@@ -149,19 +158,18 @@ class Journal:
         self.differences: dict[tuple[str, str, str], Difference] = {}
         self.earlier_seconds = 0.0
         """What cells and preparations of earlier starts took."""
-        content, packed = b"", self.path.with_suffix(".jsonl.gz")
-        if self.path.exists():
-            content = self.path.read_bytes()
-        elif packed.exists():
-            content = gzip.decompress(packed.read_bytes())
-        self.complete = content.rfind(b"\n") + 1
-        for position, text in enumerate(content[: self.complete].splitlines(), 1):
+        packed = self.path.with_suffix(".jsonl.gz")
+        content = gzip.decompress(packed.read_bytes()) if packed.exists() else b""
+        content += self.path.read_bytes() if self.path.exists() else b""
+        self.torn = len(content) - (content.rfind(b"\n") + 1)
+        """Bytes of the last line, where it was cut off."""
+        for position, text in enumerate(content[: len(content) - self.torn].splitlines(), 1):
             try:
                 line = _LINE.validate_json(text)
             except ValidationError:
                 raise ConfigError(f"{self.path}: line {position} is not of this command; name another out=") from None
             self._keep(line)
-            self.earlier_seconds += getattr(line, "seconds", 0.0)
+            self.earlier_seconds += line.seconds
 
     @classmethod
     def begun(cls, folder: Path, description: Mapping[str, Any]) -> Self:
@@ -181,14 +189,13 @@ class Journal:
         else:
             write_whole(run, json.dumps({"begun": _now(), **description}, indent=1) + "\n")
         journal = cls(folder)
-        if journal.path.exists():
-            os.truncate(journal.path, journal.complete)
+        if journal.torn:
+            os.truncate(journal.path, journal.path.stat().st_size - journal.torn)
         return journal
 
     def add(self, line: Line) -> None:
-        text = json.dumps({"time": _now()})[:-1] + ", " + line.model_dump_json()[1:]
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(line.model_dump_json() + "\n")
         self._keep(line)
 
     def _keep(self, line: Line) -> None:
@@ -203,10 +210,6 @@ class Journal:
                 self.differences[line.request, line.arm, line.other] = line
 
 
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
 def _require_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     was, new = dict(_leaves(before)), dict(_leaves(now))
     names = sorted(name for name in {*was, *new} if not name.startswith(_FREE) and was.get(name) != new.get(name))
@@ -216,10 +219,7 @@ def _require_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any
         raise ConfigError(f"out={folder} was begun with {changed}{more}; begin the same run again or name another out=")
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted names of all values that are no dictionary."""
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    for key, inner in value.items():
-        yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    for key, value in tree.items():
+        yield from _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]

@@ -72,26 +72,19 @@ class GatesConfig:
 
 @dataclass(kw_only=True)
 class CompareConfig(EngineConfig):
-    """`python profiling/compare.py`. What depends on the model's size is in `configs/comparison/`; here is `tiny`."""
+    """`python profiling/compare.py`. What is run, on what and for how long is in `configs/comparison/` by size."""
 
     out: str | None = None
     """Folder of the run; one that was stopped goes on. Without one a new temporary folder is made and named."""
     sets: list[str] = field(default_factory=lambda: ["m1"])
     """Sets of requests, m1 to m5."""
-    names: list[str] = field(default_factory=lambda: ["m1/256x2", "m1/256x8", "m1/1024x8"])
+    names: list[str] = field(default_factory=list)
     """Patterns of the requests that are run, such as m1/*x32; none for all of the sets."""
-    arms: list[str] = field(
-        default_factory=lambda: [
-            BASE, REFERENCE, "batched", "levels_one", "tree", "aligned", "gemm_default", "compiled", PLAIN,
-            "transformers/torch/one", "transformers/torch/batched", "transformers/torch/forked",
-        ]
-    )  # fmt: skip
+    arms: list[str] = field(default_factory=lambda: [BASE, REFERENCE])
     """What is compared: ways of this engine, and peers over the same weights."""
-    few: dict[str, int] = field(
-        default_factory=lambda: {"transformers/torch/one": 2, "transformers/torch/batched": 4},
-    )
+    few: dict[str, int] = field(default_factory=dict)
     """Arm: candidates it is measured on at most, its time then stated for all; only arms that share nothing."""
-    whole: list[str] = field(default_factory=lambda: [REFERENCE, PLAIN])
+    whole: list[str] = field(default_factory=lambda: [REFERENCE])
     """Arms that run all candidates in the excluded pass whatever `few` says: bits and distances are those of all."""
     only: dict[str, list[str]] = field(default_factory=dict)
     """Arm: the sets it is run on, when not on all."""
@@ -99,8 +92,6 @@ class CompareConfig(EngineConfig):
     """Forwards of each measured pass, fewer when they take long."""
     budget_minutes: float = 2.0
     """Time of the whole run, all its starts together; what does not fit is recorded as not run."""
-    progress: bool = True
-    """Draw a progress bar on a terminal."""
     gates: GatesConfig = field(default_factory=GatesConfig)
 
     def takes(self, arm: str, of_set: str) -> bool:
@@ -109,17 +100,13 @@ class CompareConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, names, known in (
-            ("sets", self.sets, SETS),
-            ("arms", self.arms, ARMS),
-            ("few", self.few, SCALABLE_ARMS),
-            ("whole", self.whole, SCALABLE_ARMS),
-            ("only", self.only, ARMS),
-            *((f"only.{arm}", sets, SETS) for arm, sets in self.only.items()),
-        ):
+        only = {f"only.{arm}": (sets, SETS) for arm, sets in self.only.items()}
+        known = {"sets": (self.sets, SETS), "arms": (self.arms, ARMS), "only": (self.only, ARMS), **only}
+        known |= {"few": (self.few, SCALABLE_ARMS), "whole": (self.whole, SCALABLE_ARMS)}
+        for option, (names, allowed) in known.items():
             for name in names:
-                if name not in known:
-                    raise ConfigError(f"{option}={name} is not one of {', '.join(known)}{nearest(name, known)}")
+                if name not in allowed:
+                    raise ConfigError(f"{option}={name} is not one of {', '.join(allowed)}{nearest(name, allowed)}")
         if self.gemm == "default":
             raise ConfigError("gemm=default promises no equal bits, which the comparison checks; use fixed or tuned")
         for needed in (BASE, REFERENCE):
@@ -127,8 +114,7 @@ class CompareConfig(EngineConfig):
                 raise ConfigError(f"arms={','.join(self.arms)}: the gates need {needed}, on every set")
         if REFERENCE in self.few and REFERENCE not in self.whole:
             raise ConfigError(f"few.{REFERENCE}: bits are compared with those of all candidates; name it in whole too")
-        if not self.budget_minutes > 0:
-            raise ConfigError(f"budget_minutes={self.budget_minutes} is not a positive number")
-        for option, number in (("samples", self.samples), *((f"few.{arm}", n) for arm, n in self.few.items())):
-            if number < 1:
-                raise ConfigError(f"{option}={number} is not a whole number of at least 1")
+        numbers = {"samples": self.samples, **{f"few.{arm}": n for arm, n in self.few.items()}}
+        for option, number in {**numbers, "budget_minutes": self.budget_minutes}.items():
+            if not (number >= 1 if option in numbers else number > 0):
+                raise ConfigError(f"{option}={number} is not a positive number")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.check import run
+from engine.config import EngineConfig
+from engine.errors import CheckpointError
+from engine.load.opening import describe
 from engine.load.package import folder_sha256
 from tests.load.package_support import CUA, write_adapter, write_base, write_export, write_package
 
@@ -123,8 +127,30 @@ def test_each_fault_is_one_line_with_its_place(folder: Path, fault: str) -> None
     for text in expected:
         assert any(text in line for line in lines), lines
     assert int(lines[-1].split()[0]) == len(lines) - 1 - sum(
-        line.startswith(("kind: ", "checkpoint_sha256: ", "weights: ", "model: ")) for line in lines
+        line.startswith(("kind: ", "checkpoint_sha256: ", "weights: ", "not used: ", "model: ")) for line in lines
     )
+
+
+def test_d46_what_is_not_used_is_listed(folder: Path) -> None:
+    (folder / "base" / "notes.txt").touch()
+    (folder / "base" / "images").mkdir()
+    code, lines = checked(folder / "base")
+    assert (code, lines[2]) == (0, "not used: generation_config.json, images/, notes.txt"), lines
+    (folder / "base" / "vocab.json").touch()
+    assert "vocab.json" in checked(folder / "base")[1][2]
+
+
+@pytest.mark.parametrize("kind", ["base", "export", "package"])
+@pytest.mark.parametrize("name", ["adapter_vllm", "calibration.json", "decision_head.json", "head.safetensors"])
+def test_d46_files_of_another_kind_of_head_are_refused(folder: Path, kind: str, name: str) -> None:
+    (folder / kind / name).mkdir() if "." not in name else (folder / kind / name).touch()
+    base = {"base": folder / "base"} if kind == "package" else {}
+    line = f"{folder / kind}: {name} belong to a decision model of a kind that is not supported yet"
+    code, lines = checked(folder / kind, "--own", *(["--base", folder / "base"] if base else []))
+    assert code == 1
+    assert any(found.startswith(line) for found in lines), lines
+    with pytest.raises(CheckpointError, match=re.escape(line)):
+        describe(EngineConfig(checkpoint=str(folder / kind), check_ids=False, **{n: str(p) for n, p in base.items()}))
 
 
 def test_only_a_deep_check_reads_base_weights(folder: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from engine import cli
 from engine.errors import ConfigError, RequestError
 from tests.engine.command_support import REQUEST, FakeEngine, FakeResponse, Run, row, rows
 
@@ -23,8 +22,8 @@ def engine() -> FakeEngine:
 def test_the_example_is_scored_and_named_when_no_request_is_given(engine: FakeEngine) -> None:
     run = Run(engine)
     assert run.code == 0
-    assert engine.seen == [(ROOT / cli.EXAMPLE).read_bytes()]
-    assert cli.EXAMPLE in run.err
+    assert engine.seen == [(ROOT / "configs" / "requests" / "support_ticket.json").read_bytes()]
+    assert "request: example:support_ticket (choose with request=FILE)" in run.err
     assert engine.open == 0
 
 

@@ -69,11 +69,12 @@ def test_d44_words_of_an_option_are_those_that_it_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config_class", "file"), [("CompareConfig", "comparison/options"), ("SessionConfig", "session")]
+    ("config_class", "file"),
+    [("CompareConfig", "comparison/options"), ("SessionConfig", "session"), ("BenchConfig", "bench_options")],
 )
 def test_d44_the_scripts_options_are_explained_too(config_class: str, file: str) -> None:
     found = options_of(config_class, [ROOT / "profiling" / f"{file}.py", source_of("engine.config")])
-    assert {"seed", "progress" if file != "session" else "trace"} < {option.name for option in found}
+    assert {"seed", "out"} < {option.name for option in found}
     assert [option.name for option in found if not option.text] == []
 
 

@@ -125,7 +125,7 @@ class TestTableOnDisk:
     def test_shipped_winners_are_found_by_gpu_and_codes_by_cublas(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(tuned_table, "files", lambda package: tmp_path)
+        monkeypatch.setattr(tuned_table, "SHIPPED", tmp_path / "tuned")
         (tmp_path / "tuned").mkdir()
         assert shipped(ENVIRONMENT) == {}
         file = tmp_path / "tuned" / "gpu-1.json"

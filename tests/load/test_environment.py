@@ -227,6 +227,10 @@ def test_d38_without_a_home_kernels_need_a_folder(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TRITON_HOME", os.path.expanduser("~/"))  # as triton reads it when imported
     with pytest.raises(ConfigError, match=r"no home folder for compiled kernels; set TRITON_CACHE_DIR to a folder"):
         check_environment(engine_config(tmp_path, gemm="fixed"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    (tmp_path / "a kernel").touch()  # then no compiler is asked for
+    with pytest.raises(ConfigError, match=r"^this user has no home folder to keep files in; give cache_dir=FOLDER$"):
+        check_environment(engine_config(tmp_path, gemm="fixed", cache_dir=None))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     told = explain_failure(failed(lambda: pwd.getpwuid(54321)))
     assert told is not None

@@ -54,7 +54,7 @@ def exact_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(
-        attention_kernels, "FLOAT32_TILE", attention_kernels.Tile(queries=64, keys=32, stages=1, warps=4)
+        attention_kernels, "FLOAT32_SHAPE", attention_kernels.ProgramShape(queries=64, keys=32, stages=1, warps=4)
     )
 
 

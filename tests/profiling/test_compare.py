@@ -23,11 +23,10 @@ from comparison.gates import verdicts
 from comparison.journal import Cell, Journal, Preparation
 from comparison.options import ARMS, CompareConfig, GatesConfig
 from hydra import compose, initialize_config_module
-from omegaconf import OmegaConf
 from workloads import Workload
 
 from engine import Engine
-from engine.cli import check_overrides, to_config
+from engine.cli import to_config
 from engine.config import MODELS, EngineConfig
 from engine.errors import CapacityError, ConfigError
 from engine.load.dimensions import ModelDimensions
@@ -132,6 +131,9 @@ class TestRun:
         assert first["base"].planned_bytes["snapshots"] > 0
         few = first["transformers/torch/one"]
         assert (few.candidates_run, few.candidates, len(few.bits), few.sha256) == (2, 4, 2, "a1")
+        close = done.journal.differences["m1/two", "plain", "transformers/torch/one"]
+        assert (len(close.hidden), 0 < max(close.hidden) < 1e-4) == (2, True), "over what both arms ran"
+        assert close.decisions == 0, "two of three candidates answer no question"
 
     def test_the_page_holds_gates_distances_and_what_was_left_out(self, done: Run) -> None:
         for text in ("m1/two", "| 2 of 4 |", "~", "base and plain", "vLLM", "support no claim", "causal-conv1d"):
@@ -140,12 +142,6 @@ class TestRun:
             assert f"| identity | {arm} | passed | 15 of 15 candidates equal |" in done.summary
         assert "declared: 2" in done.summary  # the limits of this test are not the declared ones
         assert done.summary in done.out
-
-    def test_distances_are_over_what_both_arms_ran(self, done: Run) -> None:
-        close = done.journal.differences["m1/two", "plain", "transformers/torch/one"]
-        assert len(close.hidden) == 2
-        assert 0 < max(close.hidden) < 1e-4
-        assert close.decisions == 0  # two of three candidates answer no question
 
     def test_the_reference_runs_all_candidates_once_and_then_a_few(self, tmp_path: Path) -> None:
         found = Run(tmp_path / "out", arms=TWO, names=["m1/t*"], few={"independent": 1})
@@ -169,12 +165,6 @@ class TestRun:
 
 
 class TestResume:
-    def test_a_second_start_runs_nothing_again(self, tmp_path: Path) -> None:
-        first = Run(tmp_path / "out", arms=TWO)
-        second = Run(tmp_path / "out", pytest.fail, arms=TWO, progress=False)
-        assert (second.code, second.cells) == (0, first.cells)
-        assert len(first.cells) == 12
-
     def test_what_is_missing_is_run_and_a_torn_line_is_not_kept(self, done: Run, tmp_path: Path) -> None:
         lines = (done.folder / "cells.jsonl").read_text().splitlines(keepends=True)
         cut = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "cell") + 2
@@ -186,9 +176,15 @@ class TestResume:
         assert again.cells[:2] == done.cells[:2]
         # The distances of the first request need states that only the earlier start had.
         assert set(again.journal.differences) == set(done.journal.differences)
+        assert Run(tmp_path, pytest.fail, few={"transformers/torch/one": 2}).cells == again.cells, "nothing is loaded"
 
     def test_another_run_in_the_same_folder_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / "out"
+        (tmp_path / "cells.jsonl").write_text("{}\n")
+        with pytest.raises(ConfigError, match="line 1 is not of this command"):
+            Journal(tmp_path)
+        with pytest.raises(ConfigError, match=r"holds files and no run\.json"):
+            Run(tmp_path)
         Run(folder, arms=TWO, sets=["m4"])
         with pytest.raises(ConfigError, match=r"begun with configuration\.budget_minutes=2\.0, now 3"):
             Run(folder, arms=TWO, sets=["m4"], budget_minutes=3)
@@ -199,20 +195,6 @@ class TestResume:
         monkeypatch.setattr(compare, "environment", lambda: {"git": "another", "causal_conv1d": None})
         with pytest.raises(ConfigError, match=r"begun with environment\.git='one', now 'another'"):
             Run(folder, arms=TWO, sets=["m4"])
-
-    def test_a_folder_of_something_else_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "thesis.tex").write_text("...")
-        with pytest.raises(ConfigError, match=r"holds files and no run\.json"):
-            Run(tmp_path)
-        (tmp_path / "cells.jsonl").write_text("{}\n")
-        with pytest.raises(ConfigError, match="line 1 is not of this command"):
-            Journal(tmp_path)
-
-    def test_earlier_starts_count(self, tmp_path: Path) -> None:
-        journal = Journal.begun(tmp_path / "out", {})
-        for line in (CELL, *[Preparation(arm="base", status="run", seconds=1.5)] * 2):
-            journal.add(line)
-        assert Journal.begun(tmp_path / "out", {}).earlier_seconds == 6.0
 
     def test_the_kept_results_can_be_read_and_judged_again(self) -> None:
         for folder in sorted((ROOT / "profiling" / "results").glob("*-compare-*")):
@@ -271,116 +253,87 @@ class TestGates:
 
 
 class Capturing:
-    """An arm that captures behind its first forwards, as engines and peers do on a GPU."""
+    """An arm that captures behind its first forward, as engines and peers do on a GPU."""
 
-    name, held_bytes = "base", 0
-
-    def __init__(self, captures: int) -> None:
-        self.captures, self.forwards = captures, 0
+    name, held_bytes, forwards = "base", 0, 0
 
     def forward(self, questions: arms.Questions) -> arms.Outcome:
         self.forwards += 1
         return arms.Outcome(hidden=torch.ones(sum(map(len, questions)), 4), rows={"branch": 1})
 
     def settle(self) -> float:
-        return self.forwards / 2 if self.forwards <= self.captures else 0.0
+        return 0.5 if self.forwards == 1 else 0.0
 
 
-class TestCell:
-    def cell(self, folder: Path, arm: Any, number: int, *, warm: bool = True, **forecast: float) -> Cell:
-        comparison = self.comparison = loop.Comparison(
-            config=CompareConfig(device="cpu", budget_minutes=1), owner=owner(), journal=Journal.begun(folder, {}),
+class TestBudget:
+    @pytest.fixture
+    def comparison(self, tmp_path: Path) -> loop.Comparison:
+        """With a minute of budget, and an excluded pass so far in which the first cell compiled."""
+        journal = Journal.begun(tmp_path / "out", {})
+        for request, seconds in (("a", 40.0), ("b", 2.0)):
+            journal.add(CELL.model_copy(update={"request": request, "capture_seconds": 1.0, "seconds": seconds}))
+        journal.add(Preparation(arm="base", status="run", seconds=1.5))
+        return loop.Comparison(
+            config=CompareConfig(device="cpu", budget_minutes=1), owner=owner(), journal=Journal(journal.folder),
             began=time.perf_counter(), workloads=WORKLOADS, report=print,
         )  # fmt: skip
-        task = comparison._read(WORKLOADS[0])
-        if warm:  # as a cell of an earlier pass leaves it
-            comparison.warm.add((task.name, arm.name))
-        facts = comparison._facts(task).model_copy(update={"unique_rows": 100})
-        return comparison._cell(number, task, facts, arm, **{"promised": 0.0, "rate": 0.0, **forecast})
 
-    @pytest.mark.parametrize(("captures", "retaken", "forwards"), [(0, 0, 1), (1, 1, 2), (9, 2, 3)])
-    def test_a_forward_beside_a_capture_is_taken_again_but_not_for_ever(
-        self, tmp_path: Path, captures: int, retaken: int, forwards: int
+    def test_what_compiled_once_is_not_expected_again_and_earlier_starts_count(
+        self, comparison: loop.Comparison
     ) -> None:
-        measured = self.cell(tmp_path / "a", Capturing(captures), number=1)
-        assert (measured.retaken, len(measured.samples_ms)) == (retaken, 1)
-        assert measured.capture_seconds == sum(n / 2 for n in range(1, forwards + 1) if n <= captures)
-        first = self.cell(tmp_path / "b", Capturing(captures), number=0)
-        assert (first.retaken, len(first.samples_ms)) == (0, 1), "the excluded pass takes one forward with its captures"
+        comparison._forecast()
+        assert comparison.rates == {"base": 0.01}
+        assert comparison.promised == pytest.approx(2 * (2 * 1.0 + 1.0))
+        assert comparison.left_seconds == pytest.approx(60 - 43.5, abs=1)
 
-    @pytest.mark.parametrize(("warm", "forwards"), [(True, 1), (False, 2)])
-    def test_the_first_cell_of_a_start_is_not_measured_cold(self, tmp_path: Path, warm: bool, forwards: int) -> None:
-        arm = Capturing(0)
-        assert len(self.cell(tmp_path / "out", arm, number=2, warm=warm).samples_ms) == 1
-        assert arm.forwards == forwards
+    @pytest.mark.parametrize(("rate", "status"), [(0.02, "run"), (0.05, "not run: budget")])
+    def test_nothing_is_begun_that_there_is_no_time_to_measure(
+        self, comparison: loop.Comparison, rate: float, status: str
+    ) -> None:
+        """100 rows would fit once, not three times, beside the six seconds that were promised."""
+        comparison.promised, comparison.rates, questions = 6.0, {"base": rate}, owner().prompts(SHARED)
+        facts = comparison._facts(WORKLOADS[0], questions).model_copy(update={"unique_rows": 100})
+        arm: Any = Capturing()
+        assert comparison._cell(0, facts, questions, arm).status == status
 
-    def test_nothing_is_begun_that_there_is_no_time_to_measure(self, tmp_path: Path) -> None:
-        """100 rows would fit once, not three times, beside what was promised; a minute is left."""
-        for name, rate, status in (("a", 0.07, "run"), ("b", 0.09, "not run: budget")):
-            assert self.cell(tmp_path / name, Capturing(0), 0, promised=35.0, rate=rate).status == status
-
-    def test_what_compiled_once_is_not_expected_again(self, tmp_path: Path) -> None:
-        self.cell(tmp_path / "out", Capturing(0), number=0)
-        journal, base = self.comparison.journal, {"arm": "base", "capture_seconds": 1.0}
-        for request, seconds in (("a", 40.0), ("b", 2.0)):
-            journal.add(CELL.model_copy(update={**base, "request": request, "seconds": seconds}))
-        promised, rates = self.comparison._promised()
-        assert rates == {"base": 0.01}
-        assert promised == pytest.approx(2 * (2 * 1.0 + 1.0))
+    def test_a_sample_beside_a_capture_is_taken_again(self, comparison: loop.Comparison) -> None:
+        questions = owner().prompts(SHARED)
+        facts = comparison._facts(WORKLOADS[0], questions)
+        comparison.warm.add(("m1/two", "base"))
+        for number, found in ((0, (0, 1, 1)), (1, (1, 1, 2))):
+            arm: Any = Capturing()
+            cell = comparison._cell(number, facts, questions, arm)
+            assert (cell.retaken, len(cell.samples_ms), arm.forwards, cell.capture_seconds) == (*found, 0.5)
 
     def test_a_spent_budget_leaves_everything_out_and_says_so(self, tmp_path: Path) -> None:
         spent = Run(tmp_path / "out", arms=TWO, budget_minutes=1e-6)
-        assert spent.code == 0
-        assert {cell.status for cell in spent.cells} == {"not run: budget"}
-        assert "not run: budget (6)" in spent.summary
-        assert "passed" not in spent.summary
-
-    def test_captures_are_counted_once_and_again_where_they_are_made_again(self) -> None:
-        engine = SimpleNamespace(capture_seconds={(64, 1): 1.0}, config=SimpleNamespace(graphs="captured"))
-        engine.settle = lambda: None
-        arm = arms.EngineArm("base", SimpleNamespace(like=lambda: engine))  # type: ignore[arg-type]
-        found = [arm.settle(), arm.settle()]
-        engine.capture_seconds = {(64, 1): 1.25, (72, 1): 2.0}
-        assert [*found, arm.settle(), arm.settle()] == [1.0, 0.0, 3.25, 0.0]
+        assert (spent.code, {cell.status for cell in spent.cells}) == (0, {"not run: budget"})
+        assert ("not run: budget (6)" in spent.summary, "passed" in spent.summary) == (True, False)
 
 
-class TestOptions:
-    def test_the_yaml_repeats_every_default(self) -> None:
-        with initialize_config_module("configs", version_base=None):
-            composed = compose("compare")
-        assert OmegaConf.to_container(composed) == OmegaConf.to_container(OmegaConf.structured(CompareConfig))
+@pytest.mark.parametrize("model", MODELS)
+def test_every_size_has_its_settings(model: str) -> None:
+    words = [f"model={model}", "names=[m1/256x2]"]
+    with initialize_config_module("configs", version_base=None):
+        config = to_config(compose("compare", [*words, "gates.speedup=3", "budget_minutes=1"]), CompareConfig)
+    assert (config.model, config.names, config.gates) == (model, ["m1/256x2"], GatesConfig(speedup=3))
+    assert {*config.few, *config.only} <= set(config.arms)
+    if model != "tiny":
+        assert set(config.arms) == set(ARMS)
+        assert {"m1", "m2", "m3", "m4"} <= set(config.sets), "every gate has its requests"
 
-    @pytest.mark.parametrize("model", MODELS)
-    def test_every_size_has_its_settings(self, model: str) -> None:
-        words = [f"model={model}", "names=[m1/256x2]"]
-        check_overrides([*words, "gates.speedup=3", "budget_minutes=1"], CompareConfig)
-        with initialize_config_module("configs", version_base=None):
-            config = to_config(compose("compare", words), CompareConfig)
-        assert (config.model, config.names, config.gates) == (model, ["m1/256x2"], GatesConfig())
-        assert {*config.few, *config.only} <= set(config.arms)
-        if model != "tiny":
-            assert set(config.arms) == set(ARMS)
-            assert {"m1", "m2", "m3", "m4"} <= set(config.sets), "every gate has its requests"
 
-    @pytest.mark.parametrize(
-        ("wrong", "message"),
-        [
-            ({"sets": ["m6"]}, r"sets=m6 is not one of m1, m2, m3, m4, m5"),
-            ({"arms": ["base", "independant"]}, r"arms=independant is not one of .*did you mean 'independent'"),
-            ({"arms": ["base", "tree"]}, r"arms=base,tree: the gates need independent"),
-            ({"only": {"base": ["m1"]}}, r"the gates need base, on every set"),
-            ({"few": {"tree": 4}}, r"few=tree is not one of independent, plain, batched"),
-            ({"few": {"independent": 4}, "whole": []}, r"few\.independent: bits are compared with those of all"),
-            ({"few": {"plain": 0}}, r"few\.plain=0 is not a whole number"),
-            ({"only": {"tree": ["m7"]}}, r"only\.tree=m7 is not one of"),
-            ({"gemm": "default"}, r"gemm=default promises no equal bits"),
-            ({"budget_minutes": 0}, r"budget_minutes=0 is not a positive number"),
-        ],
-    )
-    def test_what_cannot_work_is_refused_by_name(self, wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match=message):
-            CompareConfig(**wrong)
-        with pytest.raises(ConfigError, match=r"gates\.head=-1"):
-            GatesConfig(head=-1)
-        with pytest.raises(ConfigError, match=r"names=m1/tow is in none of sets=m1,m4; did you mean 'm1/two'"):
-            Run(tmp_path / "out", names=["m1/tow"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"arms": ["base", "independant"]}, r"arms=independant is not one of .*did you mean 'independent'"),
+        ({"arms": ["base", "tree"]}, r"arms=base,tree: the gates need independent"),
+        ({"few": {"independent": 4}, "whole": []}, r"few\.independent: bits are compared with those of all"),
+        ({"gemm": "default"}, r"gemm=default promises no equal bits"),
+        ({"gates": {"head": -1}}, r"gates\.head=-1 is not a positive number"),
+        ({"names": ["m1/tow"]}, r"names=m1/tow is in none of sets=m1,m4; did you mean 'm1/two'"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(wrong: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Run(tmp_path / "out", **({"gates": GatesConfig(**wrong["gates"])} if "gates" in wrong else wrong))

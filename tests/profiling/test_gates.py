@@ -8,7 +8,7 @@ import pytest
 import torch
 from comparison import gates
 from comparison.journal import Cell, RequestFacts
-from comparison.options import EXACT_ARMS, GatesConfig
+from comparison.options import GatesConfig
 
 from engine.wire.answers import Head
 from engine.wire.requests import parse_request
@@ -108,7 +108,7 @@ def test_distances_by_hand() -> None:
     b = torch.tensor([[3.0, 4.0], [0.0, 0.0], [-0.9, 1.0]])
     b[1, 0] = 5.0
     facts = facts_of("m2", 3, 1)
-    apart = gates.difference(request, {"x": a, "y": b}, ("x", "y"), head, facts=facts, close=1e-3)
+    apart = gates.difference(facts, request, {"x": a, "y": b}, ("x", "y"), head, 1e-3)
     assert apart.identical == 1
     assert apart.hidden == [0.0, 0.8, pytest.approx((2 / 1.81) ** 0.5, rel=1e-3)]
     assert apart.head == 4.0
@@ -116,12 +116,5 @@ def test_distances_by_hand() -> None:
     assert (apart.decisions, apart.decisions_equal, apart.probabilities) == (2, 0, 3)
     sigmoid = torch.sigmoid(torch.tensor([1.0, -1.0], dtype=torch.float64))
     assert apart.probability == pytest.approx(float(sigmoid[0] - sigmoid[1]), abs=1e-6)
-    cut = gates.difference(request, {"x": a, "y": b[:2]}, ("x", "y"), head, facts=facts, close=1e-3)
+    cut = gates.difference(facts, request, {"x": a, "y": b[:2]}, ("x", "y"), head, 1e-3)
     assert (cut.decisions, len(cut.hidden)) == (1, 2)
-
-
-def test_arms_that_must_have_equal_bits() -> None:
-    assert set(EXACT_ARMS) == {
-        "base", "independent", "batched", "levels_one", "levels", "tree", "aligned", "gemm_fixed", "compiled",
-        "eager",
-    }  # fmt: skip

@@ -1,24 +1,23 @@
-"""Operators at sizes that a CPU runs at once: inputs and snapshots as meant, floors counted right, failures named."""
+"""Operators at sizes that a CPU runs at once: arguments as meant, floors counted right, failures named."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import inputs
+import floors
 import pytest
 import torch
-from bench_options import OPERATORS, BenchConfig
+from bench_options import BenchConfig
 from cases import gemm, operators
-from inputs import Ceilings, PassCase, branches, normal, one_sequence
+from floors import Ceilings
+from forwards import Workload
 from record import Record
 from timing import Call
 
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
-from ops.attention import attention, attention_reference
-from ops.delta_rule import delta_rule, delta_rule_reference
-from tests.support import random_backbone, small_config
+from graphs.rungs import LADDER
+from tests.support import small_config
 
-CPU = torch.device("cpu")
 SMALL = ModelDimensions.from_config(small_config())
 
 
@@ -39,109 +38,101 @@ class TestFloors:
         assert few == pytest.approx(weights_ms, abs=0.01)
         assert many == pytest.approx(products_ms, rel=1e-3)
 
-    @pytest.mark.parametrize("case", [one_sequence(200), one_sequence(64), branches(3, 34, 93), branches(2, 200, 64)])
-    def test_pairs_and_chunks_by_counting(self, case: PassCase) -> None:
-        positions = [range(case.prefix, case.prefix + n) for n in case.lengths]
-        assert case.pairs == sum(p + 1 for own in positions for p in own)
-        touched = sum(len({p // 64 for p in own}) for own in positions)
-        assert case.chunks == (touched, sum(p % 64 == 63 for own in positions for p in own))
+    @pytest.mark.parametrize("text", ["200", "64", "93+3x34", "64+2x200"])
+    def test_pairs_and_chunks_by_counting(self, text: str) -> None:
+        w = Workload.parse(text)
+        own = range(w.prefix, w.prefix + w.length)
+        assert floors.pairs(w) == w.candidates * sum(p + 1 for p in own)
+        touched = len({p // 64 for p in own})
+        assert floors.chunks(w) == (w.candidates * touched, w.candidates * sum(p % 64 == 63 for p in own))
 
     def test_delta_rule_by_hand(self) -> None:
         """Two key heads and four value heads of 16: C = 128, Vd = 64, 12 gates a row."""
-        alone = inputs.delta_rule_cost(SMALL, one_sequence(64))
+        alone = floors.delta_rule(SMALL, Workload.parse("64"))
         assert alone.bytes == 64 * ((128 + 64) * 2 + 12 * 4)
         square, thin = 2 * 64 * 64 * 16, 2 * 64 * 16 * 16
         assert alone.flops == 2 * 2 * square + 4 * 2 * square + 4 * 3 * thin
-        behind = inputs.delta_rule_cost(SMALL, branches(2, 5, 66))
+        behind = floors.delta_rule(SMALL, Workload.parse("66+2x5"))
         assert behind.bytes == 10 * ((128 + 64) * 2 + 12 * 4) + 2 * (96 * 2 + 10 * 4) + 4 * 16 * 16 * 4
         assert behind.flops == 2 * (2 * 2 * square + 4 * 2 * square + 4 * 2 * thin)
 
     def test_attention_by_hand(self) -> None:
         """Four heads of 32 on two key/value heads: 128 and 64 columns."""
-        cost = inputs.attention_cost(SMALL, branches(2, 3, 10))
+        cost = floors.attention(SMALL, Workload.parse("10+2x3"))
         assert cost.flops == 2 * (11 + 12 + 13) * 4 * (2 * 32 + 2 * 32)
         assert cost.bytes == (6 * (3 * 128 + 2 * 64) + 10 * 2 * 64) * 2
 
 
-class TestInputs:
-    def test_delta_rule_reads_inputs_and_snapshot_as_meant(self) -> None:
-        case, kept = branches(3, 5, 70), inputs.gdn_snapshot(SMALL, CPU)
-        qkv, gates = inputs.gdn_inputs(SMALL, case.rung, CPU)
-        o = delta_rule(qkv, gates, kept.tail_kv, kept.tail_gates, kept.states, case.tables(SMALL, CPU))
-        for s in range(3):
-            own = slice(5 * s, 5 * s + 5)
-            path = torch.cat([torch.cat([torch.ones(6, 32), kept.tail_kv[0, :6].float()], dim=1), qkv[own].float()])
-            factors = torch.cat([torch.cat([kept.tail_gates[0, :6], torch.ones(6, 2)], dim=1), gates[own]])
-            expected, _ = delta_rule_reference(
-                path, factors, key_heads=2, value_heads=4, key_dim=16, initial_state=kept.states[0]
-            )
-            assert (o[own].double() - expected[6:].flatten(1)).norm() / expected[6:].norm() < 6e-3
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, Record]]:
+    monkeypatch.setattr(operators, "captured", once)
+    config = BenchConfig(model="9b", case="operators", samples=3)
 
-    def test_attention_reads_inputs_and_snapshot_as_meant(self) -> None:
-        case, cache = branches(2, 5, 70), inputs.attention_snapshot(SMALL, 70, CPU)
-        proj, q, k, v = (normal(case.rung, n, device=CPU) for n in (SMALL.attention_proj, 128, 64, 64))
-        o = attention(q, proj, cache.k_cache, cache.v_cache, k, v, case.tables(SMALL, CPU), 32, False)
-        for s in range(2):
-            own = slice(5 * s, 5 * s + 5)
-            keys = torch.cat([cache.k_cache, k[own]]).view(75, 2, 32)
-            values = torch.cat([cache.v_cache, v[own]]).view(75, 2, 32)
-            queries = torch.cat([torch.zeros(70, 128), q[own]]).view(75, 4, 32)
-            gate = torch.cat([torch.zeros(70, 4, 32), proj[own, :256].view(5, 4, 2, 32)[:, :, 1]])
-            expected = attention_reference(queries, gate, keys, values)[70:].flatten(1)
-            assert (o[own].double() - expected).norm() / expected.norm() < 6e-3
+    def measure(text: str) -> dict[str, Record]:
+        w = Workload.parse(text)
+        calls = operators.calls_of(SMALL, w, torch.device("cpu"))
+        how = {"config": config, "cache_bytes": 1 << 10}
+        return {name: operators.record_of(name, calls[name], SMALL, w, **how) for name in floors.OPERATORS}
+
+    return measure
 
 
 class TestOperators:
-    @pytest.fixture
-    def measured(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Record]]:
-        monkeypatch.setattr(operators, "captured", once)
-        monkeypatch.setitem(operators.DIMENSIONS, "9b", SMALL)
-        small = {"SEQUENCES": (64,), "BRANCHES": branches(3, 5, 70), "LONGEST": 72, "ROW_COUNTS": (64,)}
-        for name, value in small.items():
-            monkeypatch.setattr(operators, name, value)
-        config = BenchConfig(model="9b", case="operators", samples=3)
-        return lambda fla=None: [
-            operators.record_of(one, config, cache_bytes=1 << 10) for one in operators.benches("9b", CPU, fla)
-        ]
+    @pytest.mark.parametrize("text", ["64", "130", "70+3x5"])
+    def test_every_operator_and_peer_takes_its_arguments(
+        self, text: str, measured: Callable[[str], dict[str, Record]]
+    ) -> None:
+        records = measured(text)
+        for name, r in records.items():
+            assert not r.failed
+            assert r.ratio == (None if name == "delta_rule" else 1.0), "the chunk rule is not installed here"
+        assert records["delta_rule"].configuration["peer_error"].startswith("ModuleNotFoundError")
 
-    def test_every_operator_and_peer_takes_its_inputs(self, measured: Callable[..., list[Record]]) -> None:
-        records = measured()
-        assert [r.failed or r.configuration["peer_error"] for r in records] == [""] * len(records)
-        assert {r.configuration["operator"] for r in records} == set(OPERATORS)
-        for r in records:
-            assert r.ratio == (None if r.configuration["operator"] == "delta_rule" else 1.0)
+    def test_arguments_are_those_of_the_candidates_behind_their_prefix(self) -> None:
+        w = Workload.parse("70+3x5")
+        func, args = operators.calls_of(SMALL, w, torch.device("cpu"))["delta_rule"]
+        o = func(*args)
+        qkv, gates, tail_kv, tail_gates, states, tables = args
+        assert len(qkv) == len(o) == 64, "a rung"
+        for other in (torch.zeros_like(states), states):  # what the prefix left counts, in the state and in the tail
+            assert torch.equal(func(qkv, gates, tail_kv, tail_gates, other, tables), o) == (other is states)
+        assert not torch.equal(func(qkv, gates, torch.zeros_like(tail_kv), tail_gates, states, tables), o)
 
-    def test_chunk_rule_gets_grouped_heads_and_copied_states(self, measured: Callable[..., list[Record]]) -> None:
+    def test_chunk_rule_gets_grouped_heads_and_copied_states(
+        self, measured: Callable[[str], dict[str, Record]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         seen = []
 
-        def fla(*given: torch.Tensor, **more: torch.Tensor) -> None:
-            seen.append([tuple(x.shape) for x in given])
-            assert torch.allclose(given[1].float().norm(dim=-1), torch.ones(1), atol=1e-2)
-            if more:
-                assert more["cu_seqlens"].tolist() == [0, 5, 10, 15]
-                assert more["initial_state"].shape == (3, 4, 16, 16)
+        class Fla:
+            @staticmethod
+            def chunk_gated_delta_rule(*given: torch.Tensor, **more: torch.Tensor) -> None:
+                seen.append([tuple(x.shape) for x in given])
+                assert torch.allclose(given[1].float().norm(dim=-1), torch.ones(1), atol=1e-2)
+                if more:
+                    assert more["cu_seqlens"].tolist() == [0, 5, 10, 15]
+                    assert more["initial_state"].shape == (3, 4, 16, 16)
 
-        assert not any(r.configuration["peer_error"] for r in measured(fla))
+        monkeypatch.setattr(operators, "import_module", lambda name: Fla)
+        for text in ("64", "70+3x5"):
+            assert measured(text)["delta_rule"].configuration["peer_error"] == ""
         heads = [(2, 16), (2, 16), (4, 16), (4,), (4,)]
         assert seen == [[(1, n, *h) for h in heads] for n in (64, 64, 15, 15)]
 
-    def test_a_failing_operator_is_named_and_the_rest_go_on(
-        self, measured: Callable[..., list[Record]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def broken(*_: object) -> None:
+    def test_an_operator_that_cannot_run_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken(calls: Sequence[Call]) -> Callable[[], float]:
             raise ValueError("no such tile\nand more")
 
-        monkeypatch.setattr(operators, "silu_mul", broken)
-        failed = [(r.name, r.failed) for r in measured() if r.failed]
-        assert failed == [("silu_mul/64", "ValueError: no such tile")]
+        monkeypatch.setattr(operators, "captured", broken)
+        w, config = Workload.parse("64"), BenchConfig(model="9b", case="operators")
+        record = operators.record_of("silu_mul", (torch.sin, (torch.ones(64, 8),)), SMALL, w, config, cache_bytes=1)
+        assert record.failed == "ValueError: no such tile"
+
+    def test_sets_exceed_the_cache_when_they_can_and_no_padding_is_timed(self) -> None:
+        assert [operators.sets_for(size, 60) for size in (100, 10, 1)] == [(2, True), (12, True), (16, False)]
+        assert {int(text) for text in operators.ROWS} <= set(LADDER)
 
 
 class TestGemm:
-    def test_products_are_those_of_a_backbone(self) -> None:
-        weights = random_backbone(small_config(periods=2), dtype=torch.float32).weights
-        shapes = [tuple(w.shape) for w in gemm.matrices_of(weights)]
-        assert shapes == gemm.products(ModelDimensions.from_config(small_config(periods=2)))
-
     def test_default_multiplies_the_rows_themselves_and_the_others_their_rung(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

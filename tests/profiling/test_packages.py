@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import mmap
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from cases import packages
 
-from engine.load.checkpoint import RandomWeights, open_checkpoint
+from engine.load.checkpoint import open_checkpoint
 from engine.load.dimensions import ModelDimensions
-from engine.load.weights import load_weights
 from tests.support import small_config
 
 DIMENSIONS = ModelDimensions.from_config(small_config())
@@ -42,24 +39,3 @@ def test_other_weights_in_files_are_seen(folder: Path) -> None:
     assert failed == {
         "base from files": "other bits than base made", "merged from files": "other bits than merged, made"
     }  # fmt: skip
-
-
-def test_a_layer_has_the_bytes_of_its_weights() -> None:
-    source = RandomWeights(DIMENSIONS, seed=0, dtype=torch.bfloat16, device=CPU)
-    weights = load_weights(source.tensor, DIMENSIONS, dtype=torch.bfloat16, device=CPU, positions=1)
-    largest = max(
-        sum(t.numel() * 2 for t in [*vars(layer).values(), *vars(layer.mlp).values()] if isinstance(t, torch.Tensor))
-        for layer in weights.layers
-    )
-    assert packages.layer_bytes(DIMENSIONS) == pytest.approx(largest, rel=0.02)  # padded rows are no weights
-
-
-def test_anonymous_memory_is_seen_while_it_is_held() -> None:
-    """Pages of its own: what an allocator hands out may have been resident before."""
-    size, deadline = 80 << 20, time.monotonic() + 10
-    with packages.anonymous_memory() as most, mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        for page in range(0, size, mmap.PAGESIZE):
-            held[page] = 1
-        while most() < size // 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-    assert most() >= size // 2

@@ -9,10 +9,7 @@ from typing import Any
 import plots
 import pytest
 from comparison.journal import Cell, Journal, RequestFacts
-from comparison.options import ARMS
-from plots import FAMILIES, GEMM_ONLY, GROWING
-
-from engine.errors import ConfigError
+from plots import GEMM_ONLY
 
 DESCRIBED = {
     "configuration": {"model": "9b", "checkpoint": "random", "dtype": "bfloat16"},
@@ -46,51 +43,25 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
-def test_a_panel_for_each_state_and_a_run_of_a_few_is_marked(folder: Path) -> None:
-    short, long = plots.panels(Journal(folder), FAMILIES["schedules"], along="candidates")
-    assert (short.title, long.title) == ("state of about 256 tokens", "state of about 1,024 tokens")
-    assert short.series == {
+def test_a_panel_for_each_quantity_and_state_and_a_run_of_a_few_is_marked(folder: Path) -> None:
+    found = plots.panels(Journal(folder), ("base", "batched", "tree", GEMM_ONLY), list(plots.QUANTITIES))
+    latency, tokens, memory = (found[256, label] for label in plots.QUANTITIES)
+    assert latency == {
         "base": [(2, 10.5, False), (8, 10.5, False)],
         "batched": [(2, 21.0, False), (8, 84.0, True)],
         GEMM_ONLY: [(2, pytest.approx(6.92), False), (8, pytest.approx(11.0), False)],
     }
+    assert tokens["batched"] == [(2, 600, False), (8, 2400, True)]
+    assert [y for _, y, _ in memory["batched"]] == [300], "a run of a few says nothing about the memory of all"
+    assert list(found[1024, "latency, ms"]["base"]) == [(8, 10.5, False)]
 
 
-def test_a_panel_for_each_number_of_candidates_over_the_shared_prefix(folder: Path) -> None:
-    two, eight = plots.panels(Journal(folder), FAMILIES["schedules"], along="prefix")
-    assert (two.title, eight.title) == ("2 candidates", "8 candidates")
-    assert [x for x, *_ in eight.series["base"]] == [278, 1048]
-
-
-def test_growth_of_tokens_and_memory(folder: Path) -> None:
-    tokens, memory = (
-        plots.panels(Journal(folder), GROWING, along="candidates", y_label=label)[0].series["batched"]
-        for label in ("tokens processed", "peak memory above weights, MiB")
-    )
-    assert tokens == [(2, 600, False), (8, 2400, True)]
-    assert [y for _, y, _ in memory] == [300], "a run of a few says nothing about the memory of all"
-
-
-def test_every_arm_has_a_plot_and_can_be_told_apart() -> None:
-    assert {arm for arms in FAMILIES.values() for arm in arms} == {*ARMS, GEMM_ONLY}
-    for arms in (*FAMILIES.values(), GROWING):
-        others = [arm for arm in arms if arm in plots.ENGINE_ARMS and arm != "base"]
-        looks = [plots.looks(arm, others) for arm in arms]
-        assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(arms)
-
-
-def test_the_same_data_give_the_same_svg(folder: Path, tmp_path: Path) -> None:
+def test_the_same_data_give_the_same_svg_and_other_folders_are_refused(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert plots.main([str(folder), str(tmp_path / "a")]) == 0
-    written = plots.plot(folder, tmp_path / "b")
-    assert sorted(path.name for path in written) == sorted(path.name for path in (tmp_path / "a").iterdir())
-    for path in written:
+    for path in plots.plot(folder, tmp_path / "b"):
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
-
-
-def test_other_folders_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plots.main([str(tmp_path)]) == 2
     assert "run.json: not of a comparison" in capsys.readouterr().err
-    Journal.begun(tmp_path / "out", DESCRIBED)
-    with pytest.raises(ConfigError, match="no request of M1 was measured"):
-        plots.plot(tmp_path / "out", tmp_path / "to")

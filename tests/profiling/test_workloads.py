@@ -1,4 +1,4 @@
-"""The frozen workloads: the bodies that their hashes name, of the published shape, with the counts of the engine."""
+"""The frozen workloads: the bodies that their hashes name, with the counts of the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import workloads
-from workloads import SETS, Workload, digest, workload_named
+from workloads import SETS, digest, workload_named
 
 from engine import ConfigError, parse_request
 from engine.plan.layout import build_layout
@@ -21,13 +21,8 @@ EVERY = workloads.workloads()
 def test_all_253_requests_are_there_and_no_two_alike() -> None:
     shape = {s: (len(m), sum(w.candidates for w in m)) for s in SETS for m in [[w for w in EVERY if w.set == s]]}
     assert shape == {"m1": (15, 1_275), "m2": (5, 92), "m3": (2, 15), "m4": (74, 74), "m5": (157, 701)}
-    assert sum(w.logical_tokens for w in EVERY) == 2_499_270
-    assert sum(w.unique_tokens for w in EVERY) == 239_076
+    assert (sum(w.logical_tokens for w in EVERY), sum(w.unique_tokens for w in EVERY)) == (2_499_270, 239_076)
     assert len({w.sha256 for w in EVERY}) == len({w.name for w in EVERY}) == 253
-    assert [w.name for w in workloads.workloads(["m3", "m2"])][:3] == [
-        *("m3/1024x5", "m3/1024x10"),
-        "m2/customer_service",
-    ]
 
 
 def test_every_line_holds_what_the_engine_counts() -> None:
@@ -42,35 +37,24 @@ def test_every_line_holds_what_the_engine_counts() -> None:
         assert max(max(q.lengths) for q in built.questions) == one.longest_prompt, one.name
 
 
-def test_the_order_of_candidates_is_part_of_the_hash() -> None:
-    one = workload_named("m1/256x8")
-    question = one.body["questions"]["team"]
-    turned = {**question, "criteria": dict(reversed(question["criteria"].items()))}
-    assert digest(one.body) == one.sha256 != digest({**one.body, "questions": {"team": turned}})
-
-
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    text = (workloads.FOLDER / "m3.jsonl").read_text()
-    path = tmp_path / "m3.jsonl"
-    path.write_text(text.replace('"1024x5"', "").replace("urgency", "Urgency", 1))
-    with pytest.raises(ConfigError, match=r"^m3/1024x5: the body has sha256 .*restore it"):
-        workloads.workloads(["m3"], tmp_path)
-    path.write_text(text[:-40])
-    with pytest.raises(ConfigError, match=r"m3\.jsonl: .*restore the file"):
-        workloads.workloads(["m3"], tmp_path)
-    with pytest.raises(ConfigError, match=r"m2\.jsonl: .*No such file"):
-        workloads.workloads(["m2"], tmp_path)
+    text, path = (workloads.FOLDER / "m3.jsonl").read_text(), tmp_path / "m3.jsonl"
+    first = workload_named("m3/1024x5").body["questions"]["urgency"]["criteria"]
+    turned = text.replace(json.dumps(first)[1:-1].replace('", "', '","'), json.dumps(first[::-1])[1:-1], 1)
+    for changed, message in (
+        (turned, r"^m3/1024x5: the body has sha256 .*restore it"),
+        (text[:-40], r"m3\.jsonl: Invalid JSON.*restore the file"),
+    ):
+        assert changed != text
+        path.write_text(changed)
+        with pytest.raises(ConfigError, match=message):
+            workloads.workloads(["m3"], tmp_path)
 
 
 def test_one_body_is_printed_as_a_request_file_has_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert workloads.main(["m2/triage_28"]) == 0
     assert digest(json.loads(capsys.readouterr().out)) == workload_named("m2/triage_28").sha256
     assert workloads.main([]) == 0
-    assert "2,499,270" in capsys.readouterr().out
+    assert "all\t253\t318\t2,157\t2,499,270\t239,076" in capsys.readouterr().out
     assert workloads.main(["m1/1024x33"]) == 2
     assert "did you mean 'm1/1024x32'" in capsys.readouterr().err
-
-
-def test_a_line_with_more_or_less_is_refused() -> None:
-    with pytest.raises(ValueError, match="extra"):
-        Workload(**{**workload_named("m3/1024x5").model_dump(), "seed": 1})
