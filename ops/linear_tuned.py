@@ -12,11 +12,9 @@ Which one that is stands in a table that `install` fills before the first call. 
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +22,7 @@ from torch import Tensor
 from ops import blas
 from ops.checks import check_multiple, check_row_pitch, check_tensor
 from ops.cpu import cpu_kernel
+from ops.variant import Variant
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """x [R, K] and w [N, K] to [R, N]."""
@@ -42,42 +41,6 @@ missed: Counter[tuple[int, Cell]] = Counter()
 _products: dict[tuple[int, Cell], Product] = {}
 """Of every engine of the process. Cells are added and replaced, by products with the same bits, and never removed."""
 _missing = threading.Lock()
-_FLAGS = ("swapped", "halves", "persistent", "early")
-_VARIANT = re.compile(r"tile (\d+)x(\d+)x(\d+) w(\d+) s(\d+)" + "".join(f"( {flag})?" for flag in _FLAGS))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """One Triton tile: rows of x, rows of w, depth of a step, warps and stages."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    swapped: bool = False
-    """w is the left operand of the tensor cores."""
-    halves: bool = False
-    """Stored in two parts."""
-    persistent: bool = False
-    """One program per multiprocessor walks many tiles."""
-    early: bool = False
-    """Launched before the kernel ahead has ended (programmatic dependent launch)."""
-
-    @property
-    def name(self) -> str:
-        flags = [f" {flag}" for flag in _FLAGS if getattr(self, flag)]
-        return f"tile {self.rows}x{self.columns}x{self.depth} w{self.warps} s{self.stages}{''.join(flags)}"
-
-    @classmethod
-    def named(cls, name: str) -> Variant:
-        """Raises ValueError for a name that is none."""
-        match = _VARIANT.fullmatch(name)
-        if match is None:
-            raise ValueError(f"{name!r} names no tile; one looks like 'tile 64x128x64 w4 s4 swapped'")
-        rows, columns, depth, warps, stages = map(int, match.groups()[:5])
-        flags = dict(zip(_FLAGS, map(bool, match.groups()[5:]), strict=True))
-        return cls(rows=rows, columns=columns, depth=depth, warps=warps, stages=stages, **flags)
 
 
 def product(name: str) -> Product:

@@ -18,13 +18,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "engine", "graphs", "ops")
 LONGEST_FILE = 400
 
-_KNOWN = {
-    ("graphs.tuning.tuner", "engine.errors"),
-    ("graphs.tuning.tuner", "engine.load.dimensions"),
-    ("ops.kernels.linear_variants", "ops.linear_tuned"),
-}
-"""Imports that are to go."""
-
 _BASE = ("engine.errors", "engine.prompt", "engine.statistics")
 _OPTIONS = ("engine.config", "engine.hub", "engine.options")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -116,11 +109,7 @@ def imports_of(source: str, modules: Iterable[str], module: str = "") -> set[Imp
 def graph() -> dict[str, set[str]]:
     """What each module loads when it runs."""
     return {
-        module: {
-            found.target
-            for found in imports_of(file.read_text(), files(), module)
-            if not found.for_types and (module, found.target) not in _KNOWN
-        }
+        module: {found.target for found in imports_of(file.read_text(), files(), module) if not found.for_types}
         for module, file in files().items()
     }
 

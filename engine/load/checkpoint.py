@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError, nearest
-from engine.load.dimensions import FULL, ModelDimensions
+from engine.load.dimensions import ModelDimensions
+from engine.load.projections import FULL
 from ops.sizes import CONV_HISTORY
 
 Kind = Literal["linear", "embedding", "norm", "gated_norm", "conv", "a_log", "dt_bias"]

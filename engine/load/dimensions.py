@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from engine.errors import CheckpointError, shown
+from engine.load.projections import FULL, LINEAR, layer_projections
 from ops.sizes import CHUNK, COLUMN_UNIT, CONV_HISTORY, MAX_GROUP
-
-LINEAR = "linear_attention"
-FULL = "full_attention"
 
 _F32 = 4
 
@@ -166,8 +164,6 @@ class ModelDimensions:
 
     def weight_bytes(self, dtype_bytes: int) -> WeightBytes:
         """Weights on the device, fused and padded; `A_log` and the gated norm's weight are float32 at any dtype."""
-        from engine.load.projections import layer_projections
-
         h, value_heads = self.hidden_size, self.linear_num_value_heads
         linear, full = (
             2 * h + sum(p.rows * p.columns for p in layer_projections(self, kind).values()) for kind in (LINEAR, FULL)

@@ -5,9 +5,33 @@ Names of modules are those within a layer (`self_attn.q_proj`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.load.dimensions import FULL, ModelDimensions
+LINEAR, FULL = "linear_attention", "full_attention"
+"""Kinds of layers."""
+
+
+class Sizes(Protocol):
+    """What the products of a forward need of `ModelDimensions`."""
+
+    @property
+    def layer_types(self) -> Sequence[str]: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def gdn_proj(self) -> int: ...
+    @property
+    def value_dim(self) -> int: ...
+    @property
+    def attention_proj(self) -> int: ...
+    @property
+    def query_dim(self) -> int: ...
+    @property
+    def kv_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +46,7 @@ class Projection:
     modules: tuple[str, ...]
 
 
-def layer_projections(dimensions: ModelDimensions, kind: str) -> dict[str, Projection]:
+def layer_projections(dimensions: Sizes, kind: str) -> dict[str, Projection]:
     """Those of a layer of this kind by name, in the order of a forward: in_proj, out_proj, gate_up, down."""
     d, hidden = dimensions, dimensions.hidden_size
     if kind == FULL:
@@ -46,7 +70,7 @@ def layer_projections(dimensions: ModelDimensions, kind: str) -> dict[str, Proje
     }
 
 
-def projection_shapes(dimensions: ModelDimensions) -> tuple[tuple[int, int], ...]:
+def projection_shapes(dimensions: Sizes) -> tuple[tuple[int, int], ...]:
     """Rows and columns of every weight that a forward multiplies with, each once.
 
     A last layer of attention multiplies with the two parts of its input projection apart: all rows give keys and

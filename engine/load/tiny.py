@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from engine.errors import ConfigError
 from engine.load.checkpoint import INDEX, RANDOM_NOTE, expected_tensors, random_tensor
-from engine.load.dimensions import FULL, LINEAR, ModelDimensions
+from engine.load.dimensions import ModelDimensions
+from engine.load.projections import FULL, LINEAR
 
 _FORMAT = 1  # part of the folder's name; raise it whenever the files' content changes
 _MANIFEST = "tiny.json"

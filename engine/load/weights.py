@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.load.dimensions import FULL, ModelDimensions
+from engine.load.dimensions import ModelDimensions
 from engine.load.lora import Adapter
-from engine.load.projections import layer_projections
+from engine.load.projections import FULL, layer_projections
 from engine.load.tensors import AttentionWeights, GdnWeights, LowRank, MlpWeights, Weights, rope_table
 
 TensorOf = Callable[[str], Tensor]

@@ -8,7 +8,8 @@ the choice is wide.
 from __future__ import annotations
 
 from ops import blas
-from ops.linear_tuned import CUBLASLT, FIXED, Cell, Variant
+from ops.linear_tuned import CUBLASLT, FIXED, Cell
+from ops.variant import Variant
 
 FEW, SEVERAL = 128, 768
 """Row counts up to which small tiles, and tiles of 64 rows, are tried."""

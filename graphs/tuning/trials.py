@@ -16,7 +16,8 @@ from torch import Tensor
 
 from graphs.graph import capture_graph
 from graphs.tuning.search import CannotRunError
-from ops.linear_tuned import FIXED, Cell, Product, Variant, product
+from ops.linear_tuned import FIXED, Cell, Product, product
+from ops.variant import Variant
 
 ROUNDS = 2
 """Sets of rows in a byte test."""

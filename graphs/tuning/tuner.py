@@ -33,6 +33,7 @@ _SOURCES = (
     "graphs/tuning/trials.py",
     "ops/blas.py",
     "ops/linear_tuned.py",
+    "ops/variant.py",
     "ops/kernels/linear.py",
     "ops/kernels/linear_variants.py",
 )

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ops.kernels.linear import tile_place
-from ops.linear_tuned import Variant
+from ops.variant import Variant
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "inputs"])

@@ -36,7 +36,8 @@ from cases import Case, column
 from cases.gemm import require_cuda
 from engine.errors import ConfigError
 from engine.load.checkpoint import RandomWeights
-from engine.load.dimensions import DIMENSIONS, FULL, LINEAR, ModelDimensions
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.projections import FULL, LINEAR
 from engine.load.weights import load_weights
 from graphs.rungs import rung
 from ops.tables import ROW_TOKEN

@@ -18,7 +18,8 @@ from graphs.tuning import tuner
 from graphs.tuning.candidates import padded_rows, variants
 from graphs.tuning.search import ANCHORS, KEPT, CannotRunError, neighbours, retest, search
 from ops import blas, linear_tuned
-from ops.linear_tuned import CUBLASLT, FIXED, Cell, Variant, chosen, install, is_one_kernel, product
+from ops.linear_tuned import CUBLASLT, FIXED, Cell, chosen, install, is_one_kernel, product
+from ops.variant import Variant
 from tests.graphs.tuned_support import CODE, SHAPE, TILE_A, TILE_B, FakeTrials, by_order, offered
 
 

@@ -24,7 +24,8 @@ from graphs.tuning import tuner
 from graphs.tuning.trials import GpuTrials
 from ops import blas, linear_tuned
 from ops.linear import linear_fixed
-from ops.linear_tuned import CUBLASLT, FIXED, Variant, product
+from ops.linear_tuned import CUBLASLT, FIXED, product
+from ops.variant import Variant
 
 SMALL = [
     Variant(rows=16, columns=32, depth=32, warps=4, stages=2),

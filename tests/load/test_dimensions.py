@@ -8,7 +8,8 @@ import torch
 from transformers import Qwen3_5TextConfig, Qwen3_5TextModel
 
 from engine.errors import CheckpointError
-from engine.load.dimensions import DIMENSIONS, FULL, LINEAR, ModelDimensions
+from engine.load.dimensions import DIMENSIONS, ModelDimensions
+from engine.load.projections import FULL, LINEAR
 from engine.plan.schedule import BufferSizes
 from engine.run.snapshot import SnapshotBuffers
 from ops.sizes import CHUNK, CONV_HISTORY
