@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -26,6 +26,12 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+class Writes(Protocol):
+    """Options of a command that writes a file."""
+
+    out: str | None
 
 
 @dataclass(frozen=True)
@@ -136,11 +142,11 @@ def named_inputs(config: ScoreConfig, stdin: BinaryIO | None = None) -> dict[str
     return {name: given for name, given in named.items() if given is not None}
 
 
-def refuse_shared(outs: Sequence[str | None]) -> None:
-    """Raise ConfigError where two of these are one file, whatever they call it."""
+def refuse_shared(configs: Sequence[Writes]) -> None:
+    """Raise ConfigError where two of these jobs write one file, whatever they call it."""
     seen: dict[str | tuple[int, int], str] = {}
-    for given in outs:
-        if given is None:
+    for config in configs:
+        if (given := config.out) is None:
             continue
         path = os.path.realpath(expanded(f"out={given}", given))
         identities: list[str | tuple[int, int]] = [path]

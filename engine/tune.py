@@ -24,7 +24,7 @@ from engine.config import RANDOM, EngineConfig, cache_folder, resolve
 from engine.errors import ConfigError
 from engine.load.opening import describe
 from engine.load.projections import projection_shapes
-from engine.output import claim
+from engine.output import claim, refuse_shared
 from engine.run.device import Progress, owner_of
 from graphs.tuning.report import report
 from graphs.tuning.search import Findings
@@ -43,7 +43,10 @@ class TuneConfig(EngineConfig):
 
 
 def main() -> None:
-    run("tune", lambda: run_command("tune", TuneConfig, lambda config: search_and_report(config, stderr=sys.stderr)))
+    def job(config: TuneConfig) -> int:
+        return search_and_report(config, stderr=sys.stderr)
+
+    run("tune", lambda: run_command("tune", TuneConfig, job, refuse=refuse_shared))
 
 
 def tune_in_turn(
