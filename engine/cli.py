@@ -12,7 +12,7 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar, cast
@@ -28,7 +28,6 @@ from rich.console import Console
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ForkgraphError, RequestError, nearest, shown
 from engine.help import command_help
-from engine.output import refuse_shared
 from engine.overrides import keys, prepared, text_options
 from engine.process import discard, interrupted, interruptible, say
 from engine.resources import CONFIGS, EXAMPLE, example
@@ -42,12 +41,20 @@ DEFAULT = f"{EXAMPLE}support_ticket"
 Config = TypeVar("Config", bound=EngineConfig)
 
 
-def run_command(name: str, config_class: type[Config], job: Callable[[Config], int]) -> int:
-    """Run `job` with the options in `sys.argv`, several times with `-m` once all of them are known to be right and to
-    write different files; the exit code of the process.
+def run_command(
+    name: str,
+    config_class: type[Config],
+    job: Callable[[Config], int],
+    *,
+    refuse: Callable[[Sequence[Config]], None] = lambda _: None,
+) -> int:
+    """Run `job` with the options in `sys.argv`, several times with `-m`; the exit code of the process.
+
+    Options are checked before the first job starts; `refuse` sees those of all jobs and may raise ConfigError.
 
     `configs/NAME.yaml` is the root. What a user can mend is one line on standard error and code 2; a job's own code
-    is passed on, the highest of them with `-m`; Ctrl-C gives 130. Anything else is a bug and keeps its traceback.
+    is passed on, the highest of them with `-m`; Ctrl-C gives 130. Raises BrokenPipeError where nobody reads on.
+    Anything else is a bug and keeps its traceback.
     """
     if {"-h", "--help"} & set(sys.argv[1:]):
         defined_in = [Path(inspect.getfile(c)) for c in config_class.__mro__ if dataclasses.is_dataclass(c)]
@@ -75,7 +82,7 @@ def run_command(name: str, config_class: type[Config], job: Callable[[Config], i
                     compose()
                 for error in wrong:
                     raise error
-                refuse_shared([getattr(config, "out", None) for _, config in jobs])
+                refuse([config for _, config in jobs])
             except (ConfigError, HydraException, OmegaConfBaseException) as fault:
                 return _report(name, as_config_error(fault, config_class))
             return max((_run(name, title, partial(job, config)) for title, config in jobs), default=0)
@@ -160,7 +167,7 @@ def read_request(request: str | None, stdin: BinaryIO | None) -> tuple[bytes, st
 
 def readable(name: str, option: str = "request") -> Path:
     """The path of a file that can be opened. Raises ConfigError naming it, and a file with nearly that name."""
-    path = example(name) if name.startswith(EXAMPLE) else expanded(option, name)
+    path = example(name) if name.startswith(EXAMPLE) else expanded(f"{option}={name}", name)
     try:
         if not stat.S_ISFIFO(path.stat().st_mode):  # whose writer would see that it was closed
             path.open("rb").close()
@@ -194,9 +201,14 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent).translate(_JSON_CONTROLS)
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process without a word
+
+
 def console(stream: TextIO) -> Console:
     """For text that is not ours to interpret, wide enough for the tables when it goes to a file."""
-    return Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
+    return _Console(file=stream, width=None if stream.isatty() else 120, markup=False, highlight=False)
 
 
 def config_text(config: EngineConfig) -> str:

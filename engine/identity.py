@@ -22,6 +22,7 @@ _SUFFIXES = (".json", ".safetensors", ".txt")
 _PLACES = ("checkpoint", "base", "tokenizer")
 """Options whose files count and whose names do not."""
 _WITHOUT_EFFECT = ("cache_dir", "nvtx", "warmup", *_PLACES, "letters")
+"""What may differ: `letters` names a file, which counts as one."""
 
 
 def made_with(config: EngineConfig) -> str:

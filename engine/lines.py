@@ -95,7 +95,7 @@ def _answer(
         wanted = hashes(lines())
     except ConfigError as error:
         raise ConfigError(f"request={config.request}: {error}") from None
-    made = made_with(config)
+    made = "" if out is None else made_with(config)
     rows, end = (dict[Id, Row](), None) if out is None or config.overwrite else _earlier(out, made)
     todo = {id for id, sha256 in wanted.items() if not _settled(rows.get(id), sha256, config.retry_failed)}
     kept = {id: rows[id] for id in wanted if id not in todo}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -26,6 +26,12 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+class Writes(Protocol):
+    """Options of a command that writes a file."""
+
+    out: str | None
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ def claim(
 
 def _target(given: str) -> Path:
     """The file behind `given`, which need not exist."""
-    path = expanded("out", given)
+    path = expanded(f"out={given}", given)
     if given == "-":
         raise ConfigError("out=- is no file; leave out= away for standard output")
     try:
@@ -104,7 +110,7 @@ def _target(given: str) -> Path:
 def _refuse_input(out: Output, inputs: Mapping[str, str | BinaryIO]) -> None:
     for name, given in inputs.items():
         try:
-            source = os.stat(expanded(name, given)) if isinstance(given, str) else os.fstat(given.fileno())
+            source = os.stat(expanded(f"{name}={given}", given)) if isinstance(given, str) else os.fstat(given.fileno())
         except (OSError, ValueError):  # it cannot be read either
             continue
         for path in (out.path, out.options):
@@ -136,13 +142,13 @@ def named_inputs(config: ScoreConfig, stdin: BinaryIO | None = None) -> dict[str
     return {name: given for name, given in named.items() if given is not None}
 
 
-def refuse_shared(outs: Sequence[str | None]) -> None:
-    """Raise ConfigError where two of these are one file, whatever they call it."""
+def refuse_shared(configs: Sequence[Writes]) -> None:
+    """Raise ConfigError where two of these jobs write one file, whatever they call it."""
     seen: dict[str | tuple[int, int], str] = {}
-    for given in outs:
-        if given is None:
+    for config in configs:
+        if (given := config.out) is None:
             continue
-        path = os.path.realpath(expanded("out", given))
+        path = os.path.realpath(expanded(f"out={given}", given))
         identities: list[str | tuple[int, int]] = [path]
         with suppress(OSError, ValueError):  # a file that is there may have other names
             identities.append((os.stat(path).st_dev, os.stat(path).st_ino))

@@ -18,7 +18,6 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 from engine.errors import ConfigError
 
 INTERRUPTED = 130
-_SHOW_CURSOR = "\x1b[?25h"
 _TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 _name = "forkgraph"
 
@@ -136,9 +135,9 @@ def standard_output() -> TextIO:
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:
-    cursor = _SHOW_CURSOR if os.isatty(2) else ""
+    beside_a_bar = "\x1b[?25h\n" if os.isatty(2) else ""  # which hides the cursor
     with suppress(OSError):
-        os.write(2, f"{cursor}{_name}: interrupted\n".encode())
+        os.write(2, f"{beside_a_bar}{_name}: interrupted\n".encode())
     os._exit(INTERRUPTED)
 
 

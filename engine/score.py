@@ -21,7 +21,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.identity import made_with
 from engine.lines import SUFFIXES, Load, score_lines
-from engine.output import Output, claim, named_inputs
+from engine.output import Output, claim, named_inputs, refuse_shared
 from engine.table import print_table
 
 
@@ -32,7 +32,7 @@ def main() -> None:
         finally:
             gc.collect()  # the next job of a sweep finds this one's memory free
 
-    run("score", lambda: run_command("score", ScoreConfig, job))
+    run("score", lambda: run_command("score", ScoreConfig, job, refuse=refuse_shared))
 
 
 def _load(config: EngineConfig) -> Engine:

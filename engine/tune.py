@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
@@ -18,11 +19,12 @@ from rich import progress as bars_of
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from engine.cli import console, run_command, write_whole
+from engine.cli import console, run_command
 from engine.config import RANDOM, EngineConfig, cache_folder, resolve
 from engine.errors import ConfigError
 from engine.load.opening import describe
 from engine.load.projections import projection_shapes
+from engine.output import claim, refuse_shared
 from engine.run.device import Progress, owner_of
 from graphs.tuning.report import report
 from graphs.tuning.search import Findings
@@ -36,10 +38,15 @@ class TuneConfig(EngineConfig):
 
     out: str | None = None
     """File for everything known about this GPU, in the format of `configs/tuned/`."""
+    overwrite: bool = False
+    """Replace a file that `out` names; without it, one that is there is refused."""
 
 
 def main() -> None:
-    run("tune", lambda: run_command("tune", TuneConfig, lambda config: search_and_report(config, stderr=sys.stderr)))
+    def job(config: TuneConfig) -> int:
+        return search_and_report(config, stderr=sys.stderr)
+
+    run("tune", lambda: run_command("tune", TuneConfig, job, refuse=refuse_shared))
 
 
 def tune_in_turn(
@@ -64,26 +71,27 @@ def search_and_report(
     if config.dtype != "bfloat16":
         raise ConfigError(f"dtype={config.dtype}: only bfloat16 products are tuned; gemm=fixed serves float32")
     cache_dir = cache_folder(config)
-    with bars_of.Progress(
-        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-        console=Console(stderr=True), transient=True, disable=not stderr.isatty(),
-    ) as bars:  # fmt: skip
-        bar = bars.add_task(f"tuning {config.model}", total=None)
-        try:
-            findings, environment, table = search(
-                projection_shapes(describe(config).dimensions),
-                device=device,
-                cache_dir=cache_dir,
-                progress=lambda done, total: bars.update(bar, completed=done, total=total),
-            )
-        except UnknownEnvironmentError as error:
-            raise ConfigError(f"nothing can be tuned: {error}; gemm=fixed needs no tuning") from None
-    e = environment
-    console(stderr).print(f"{config.model} on {e.gpu}, driver {e.driver}, torch {e.torch}, cuBLAS {e.cublas}\n")
-    console(stderr).print(report(findings))
-    console(stderr).print(f"\nkept in {table_path(cache_dir, environment)}")
-    if config.out is not None:
-        write_whole(Path(config.out).expanduser(), encode(environment, table))
+    with nullcontext() if config.out is None else claim(config.out, inputs={}, overwrite=config.overwrite) as out:
+        with bars_of.Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+            console=Console(stderr=True), transient=True, disable=not stderr.isatty(),
+        ) as bars:  # fmt: skip
+            bar = bars.add_task(f"tuning {config.model}", total=None)
+            try:
+                findings, environment, table = search(
+                    projection_shapes(describe(config).dimensions),
+                    device=device,
+                    cache_dir=cache_dir,
+                    progress=lambda done, total: bars.update(bar, completed=done, total=total),
+                )
+            except UnknownEnvironmentError as error:
+                raise ConfigError(f"nothing can be tuned: {error}; gemm=fixed needs no tuning") from None
+        e = environment
+        console(stderr).print(f"{config.model} on {e.gpu}, driver {e.driver}, torch {e.torch}, cuBLAS {e.cublas}\n")
+        console(stderr).print(report(findings))
+        console(stderr).print(f"\nkept in {table_path(cache_dir, environment)}")
+        if out is not None:
+            out.write(encode(environment, table))
     return 0
 
 

@@ -14,7 +14,7 @@ import pytest
 from engine import cli
 from engine.config import ScoreConfig
 from engine.errors import ConfigError
-from engine.output import claim
+from engine.output import claim, refuse_shared
 from graphs.files import replace_file
 from tests.engine.command_support import REQUEST, FakeEngine, Run
 
@@ -165,7 +165,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, list[str |
         outs.append(config.out)
         return 0
 
-    return cli.run_command("score", ScoreConfig, job), outs
+    return cli.run_command("score", ScoreConfig, job, refuse=refuse_shared), outs
 
 
 def test_d40_two_jobs_of_a_sweep_on_one_file_start_nothing(

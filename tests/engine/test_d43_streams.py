@@ -110,6 +110,11 @@ def test_d43_a_whole_command_in_a_hostile_environment(tmp_path: Path) -> None:
     assert done.stderr == b"score: request=-: standard input is closed\n"
 
 
+def test_d43_a_drawing_with_nobody_to_read_it() -> None:
+    done = shell("python -m engine.explain | (exec <&-; sleep 4)")
+    assert (done.returncode, done.stderr) == (1, b"explain: standard output was closed by its reader\n")
+
+
 def test_d43_check_with_nobody_to_read_it(tmp_path: Path) -> None:
     done = shell('python -m engine.check "$1" | (exec <&-; sleep 3)', str(tmp_path))
     assert done.returncode in (1, 2)

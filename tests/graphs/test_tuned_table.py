@@ -457,6 +457,9 @@ class TestCommand:
         assert line.split()[1:] == ["0.83", "t"] * len(tuning_report.SHOWN) + ["0.833"]
         assert f"{TILE_A} does not have the bits of fixed for a 512x128 weight" in said
         assert decode(out.read_text())[0] == ENVIRONMENT
+        with pytest.raises(ConfigError, match=r"gpu-1\.json exists; overwrite=true replaces it"):
+            search_and_report(config, stderr=stderr, search=fake)
+        assert search_and_report(replace(config, overwrite=True), stderr=stderr, search=fake) == 0
 
     def test_the_yaml_repeats_every_default(self) -> None:
         from hydra import compose, initialize_config_module
