@@ -246,8 +246,6 @@ def test_d33_products_neither_set_nor_obey_a_switch_of_the_process() -> None:
                         out = product(name)(x, w)
                     graph.replay()
                     assert same(out, expected[name])
-                    with pytest.raises((RuntimeError, ValueError)):
-                        product(name)(x, w[:, :64].contiguous())
                 assert switches_now() == before
     finally:
         torch.backends.cuda.preferred_blas_library(library)
