@@ -1,6 +1,7 @@
 """Measured milliseconds of a pass, by rows, for model sizes and GPUs: to plan by, since no bit depends on them.
 
-`times.json`: GPU name -> model size -> padded rows -> median of replays of a captured forward with 64 reads.
+`times.json`: GPU name -> model size -> padded rows -> median of whole forwards that ran as one captured pass, host
+included, from the measured passes of the comparison that is kept in `profiling/results/`.
 """
 
 from __future__ import annotations

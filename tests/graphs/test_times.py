@@ -25,6 +25,5 @@ def test_the_times_that_ship_are_of_rungs_and_grow_with_them(size: str) -> None:
         rows = list(times.ms_by_rows)
         assert rows == sorted(rows)
         assert set(rows) <= set(LADDER)
-        assert {LADDER[0], LADDER[-1]} <= set(rows)
         assert times.ms(LADDER[-1]) > 10 * times.ms(LADDER[0])
     assert measured("tiny") == ()
