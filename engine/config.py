@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import platformdirs
 
-from engine import options
+from engine import words
 from engine.errors import ConfigError, nearest, shown
 from engine.hub import SIZES, existing_folder
 from engine.values import expanded, flag, group_of, members_of, one_of, path_of, positive, refuse_unknown, within
@@ -23,7 +23,7 @@ from engine.values import expanded, flag, group_of, members_of, one_of, path_of,
 if TYPE_CHECKING:
     import torch
 
-    from engine.options import (
+    from engine.words import (
         Capture,
         Dtype,
         Format,
@@ -43,19 +43,19 @@ else:  # OmegaConf, which builds these classes from a command line, knows no Lit
     Capture = Dtype = Format = Gemm = Graphs = HeadName = Lora = Model = Pack = Reading = Schedule = Shown = Split = str
     WarmUp = Any
 
-MODELS: tuple[Model, ...] = get_args(options.Model)
-DTYPES: tuple[Dtype, ...] = get_args(options.Dtype)
-SPLITS: tuple[Split, ...] = get_args(options.Split)
-GEMMS: tuple[Gemm, ...] = get_args(options.Gemm)
-SCHEDULES: tuple[Schedule, ...] = get_args(options.Schedule)
-PACKS: tuple[Pack, ...] = get_args(options.Pack)
-GRAPHS: tuple[Graphs, ...] = get_args(options.Graphs)
-CAPTURES: tuple[Capture, ...] = get_args(options.Capture)
-HEADS: tuple[HeadName, ...] = get_args(options.HeadName)
-LORAS: tuple[Lora, ...] = get_args(options.Lora)
-READINGS: tuple[Reading, ...] = get_args(options.Reading)
-FORMATS: tuple[Format, ...] = get_args(options.Format)
-SHOWN: tuple[Shown, ...] = get_args(options.Shown)
+MODELS: tuple[Model, ...] = get_args(words.Model)
+DTYPES: tuple[Dtype, ...] = get_args(words.Dtype)
+SPLITS: tuple[Split, ...] = get_args(words.Split)
+GEMMS: tuple[Gemm, ...] = get_args(words.Gemm)
+SCHEDULES: tuple[Schedule, ...] = get_args(words.Schedule)
+PACKS: tuple[Pack, ...] = get_args(words.Pack)
+GRAPHS: tuple[Graphs, ...] = get_args(words.Graphs)
+CAPTURES: tuple[Capture, ...] = get_args(words.Capture)
+HEADS: tuple[HeadName, ...] = get_args(words.HeadName)
+LORAS: tuple[Lora, ...] = get_args(words.Lora)
+READINGS: tuple[Reading, ...] = get_args(words.Reading)
+FORMATS: tuple[Format, ...] = get_args(words.Format)
+SHOWN: tuple[Shown, ...] = get_args(words.Shown)
 
 RANDOM = "random"
 """Value of `checkpoint` that asks for weights made from the seed."""

@@ -68,10 +68,10 @@ def options_of(config_class: str, files: Iterable[Path]) -> list[Option]:
 
 
 def _words() -> dict[str, tuple[str, ...]]:
-    """The types in `engine.options` that are a list of words."""
+    """The types in `engine.words` that are a list of words."""
     return {
         ast.unparse(statement.targets[0]): ast.literal_eval(statement.value.slice)
-        for statement in ast.parse(source_of("engine.options").read_text("utf-8")).body
+        for statement in ast.parse(source_of("engine.words").read_text("utf-8")).body
         if isinstance(statement, ast.Assign)
         and isinstance(statement.value, ast.Subscript)
         and ast.unparse(statement.value.value) == "Literal"

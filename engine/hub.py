@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from engine.options import Model
+    from engine.words import Model
 
 SIZES: dict[str, Model] = {"Qwen/Qwen3.5-4B": "4b", "Qwen/Qwen3.5-9B": "9b", "Qwen/Qwen3.8-27B": "27b"}
 """Published backbones: the size that each is."""

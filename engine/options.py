@@ -1,4 +1,4 @@
-"""Options as a type checker sees them: the words that each may be, and what `Engine.load` and `Engine.like` take.
+"""What `Engine.load` and `Engine.like` take, as a type checker sees it; the words of each are in `engine.words`.
 
 `engine/config.py` owns defaults, meanings and checks.
 """
@@ -7,27 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from engine.words import Capture, Dtype, Gemm, Graphs, HeadName, Lora, Model, Pack, Schedule, Split, WarmUp
 
 if TYPE_CHECKING:
     import torch
 
     from engine.config import LettersConfig, MemoryConfig, TokensConfig
-
-Model = Literal["tiny", "4b", "9b", "27b"]
-Dtype = Literal["auto", "bfloat16", "float32"]
-Split = Literal["exact", "aligned"]
-Gemm = Literal["auto", "default", "fixed", "tuned"]
-Schedule = Literal["auto", "independent", "batched", "levels", "tree"]
-Pack = Literal["all", "one"]
-Graphs = Literal["auto", "eager", "compiled", "captured"]
-Capture = Literal["answer", "load", "idle"]
-HeadName = Literal["auto", "scalar", "yes_minus_no", "letters"]
-Lora = Literal["merged", "unmerged"]
-Reading = Literal["plain", "special"]
-Format = Literal["text", "json"]
-Shown = Literal["auto", "json", "table", "both"]
-WarmUp = list[int] | Literal["all"]
 
 
 class RunOptions(TypedDict, total=False):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cases import CASES
 from floors import OPERATORS, Ceilings
 from forwards import Workload
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, nearest
+
+CASES = ("gemm", "operators", "forward", "equality", "accuracy", "packages")
+"""Modules of `cases`."""
 
 
 @dataclass(kw_only=True)

@@ -19,18 +19,19 @@ PACKAGES = ("configs", "engine", "graphs", "ops")
 LONGEST_FILE = 400
 
 _BASE = ("engine.errors", "engine.prompt", "engine.statistics")
-_OPTIONS = ("engine.config", "engine.hub", "engine.options")
+_OPTIONS = ("engine.config", "engine.hub", "engine.options", "engine.words")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": ("ops",),
     "graphs": ("graphs", "ops"),
     "engine.errors": (),
     "engine.prompt": ("engine.errors",),
     "engine.statistics": ("engine.errors",),
-    "engine.options": (),
+    "engine.words": (),
+    "engine.options": ("engine.words",),
     "engine.resources": ("engine.errors",),
     "engine.hub": ("engine.errors",),
     "engine.values": ("engine.errors",),
-    "engine.config": ("engine.errors", "engine.hub", "engine.options", "engine.values"),
+    "engine.config": ("engine.errors", "engine.hub", "engine.values", "engine.words"),
     "engine.wire": ("engine.wire", *_BASE),
     "engine.load": ("engine.load", "engine.wire", "engine.errors", *_OPTIONS, "ops"),
     "engine.plan": (

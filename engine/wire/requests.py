@@ -7,6 +7,7 @@ spelling class of every number (`1` is not `1.0`), because prompts show both.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Collection
@@ -15,7 +16,9 @@ from typing import Annotated, Any, Final, Literal, NoReturn, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from engine.errors import RequestError
+from engine.errors import RequestError, nearest, shown
+
+logger = logging.getLogger("forkgraph")
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_QUESTIONS = 4096
@@ -23,6 +26,7 @@ MAX_CANDIDATES = 65_536
 MAX_NESTING = 127
 MODEL_ALIASES = ("open-jev", "jev-latest")
 
+_MEMBERS = frozenset(("type", "instructions", "criteria"))
 _TEXT_TYPE: Final = "instructions and descriptions must be text, an object, or an array"
 _SURROGATES: Final = "text must not hold lone surrogates"
 _CRITERIA = {
@@ -147,9 +151,20 @@ def parse_request(source: Request | dict[str, Any] | str | bytes, loaded_names: 
         text = "questions must be an object within the server question limit"
         raise RequestError(text, field="questions", value=questions)
     try:
-        return Request.model_validate(tree, context=_AS_READ)
+        request = Request.model_validate(tree, context=_AS_READ)
     except ValidationError as error:
         raise _refusal(error.errors(include_url=False)[0]) from None
+    _say_misspelt(questions)
+    return request
+
+
+def _say_misspelt(questions: dict[str, Any]) -> None:
+    """The contract ignores members that it does not know; the first that looks like one of its own is said."""
+    for id, question in questions.items():
+        for member in question.keys() - _MEMBERS:
+            if close := nearest(member, _MEMBERS):
+                logger.warning("questions.%s: the member %s is ignored%s", shown(id), shown(member), close)
+                return
 
 
 def read_body(source: dict[str, Any] | str | bytes) -> Any:

@@ -12,8 +12,6 @@ from record import Record
 if TYPE_CHECKING:
     from bench_options import BenchConfig
 
-CASES = ("gemm", "operators", "forward", "equality", "accuracy", "packages")
-
 Figure = Callable[[Record], object]
 """A column: what it shows of a record. None is a dash."""
 

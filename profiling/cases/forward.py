@@ -27,9 +27,9 @@ from cases.gemm import gemm_only, gemm_only_cost, matrices_of
 from engine.config import RANDOM
 from engine.engine import Engine
 from engine.errors import CapacityError
-from engine.options import Schedule
 from engine.prompt import Prompt
 from engine.statistics import Counters
+from engine.words import Schedule
 
 SCHEDULES: tuple[Schedule, ...] = ("independent", "batched", "levels", "tree")
 YARDSTICK = "GEMM-only"

@@ -12,6 +12,7 @@ from engine.config import ScoreConfig
 from engine.errors import RequestError
 from engine.score import score
 from engine.table import summary
+from engine.wire.requests import parse_request
 from tests.engine.engine_support import cache_dir, choice, loaded
 
 ESCAPES = "\x1b[2Jq\x9b31m\x07"
@@ -45,3 +46,15 @@ def test_d49_plain_text_stays_as_it_is() -> None:
     answer = {"type": "noul", "noul": 0.5}
     assert summary({"answers": {"é": answer}, "usage": {"input_tokens": 1}, "model": "m",
                     "metadata": {"inference_seconds": 0.0, "prefix_cache": {}}}) is not None  # fmt: skip
+
+
+def test_d49_a_misspelt_member_is_said_and_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    plain = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "i"}}}
+    spelt = {"state": "s", "questions": {"q": {"type": "noul", "instructions": "i", "critera": "x", "note": 1}}}
+    expected = parse_request(plain)
+    assert caplog.messages == []
+    assert parse_request(spelt) == expected
+    assert caplog.messages == ["questions.'q': the member 'critera' is ignored; did you mean 'criteria'?"]
+    caplog.clear()
+    parse_request({"state": "s", "questions": {"q": {"type": "noul", "instructions": "i", "note": 1}}})
+    assert caplog.messages == []

@@ -51,7 +51,15 @@ def test_the_options_of_a_call_are_the_fields_of_the_config() -> None:
 def test_a_typo_does_not_pass_a_type_checker(tmp_path: Path, line: str, found: str | None) -> None:
     snippet = tmp_path / "snippet.py"
     snippet.write_text(f"from engine.options import EngineOptions, RunOptions\n{line}\n")
-    words = ["--strict", "--follow-imports=skip", "--cache-dir", str(tmp_path), "engine/options.py", str(snippet)]
+    words = [
+        "--strict",
+        "--follow-imports=skip",
+        "--cache-dir",
+        str(tmp_path),
+        "engine/words.py",
+        "engine/options.py",
+        str(snippet),
+    ]
     done = subprocess.run([sys.executable, "-m", "mypy", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     errors = [text for text in done.stdout.splitlines() if text.startswith(str(snippet))]
     assert (len(errors), done.returncode) == ((0, 0) if found is None else (1, 1)), done.stdout + done.stderr
