@@ -74,7 +74,9 @@ class ExplainReport:
     def renderable(self) -> RenderableType:
         """The tree of the first layout, above a table that compares all of them."""
         name, figures = next(iter(self.layouts.items()))
-        return Group(self._tree(name, figures), Text(), self._table())
+        times = [f"about {ms:,.0f} ms on one {gpu}" for gpu, ms in figures.milliseconds.items()]
+        facts = "; ".join([f"weights {readable(self.weight_bytes)}", *times])
+        return Group(self._tree(name, figures), Text(), self._table(), Text(facts, style="dim"))
 
     def _tree(self, name: str, figures: LayoutFigures) -> Tree:
         title = f"{_count(self.candidates, 'candidate')}, {_count(self.full_rows, 'token')} in all; {name} prefixes"
@@ -93,30 +95,22 @@ class ExplainReport:
         return root
 
     def _table(self) -> Table:
+        """A line for each figure and a column for each layout, so that it fits a terminal of 80 columns."""
         table = Table(box=None, pad_edge=False, header_style="bold")
         table.add_column("")
-        for title in ("tokens run", "of full", "request prefix", "question prefixes"):
-            table.add_column(title, justify="right")
-        for title in ("levels: snapshots", "levels: scratch", "tree: states", "tree: scratch"):
-            table.add_column(title, justify="right")
-        table.add_row("full", f"{self.full_rows:,}", "100.0 %", *[""] * 6)
-        for name, figures in self.layouts.items():
-            tree = figures.tree_scratch_bytes
-            table.add_row(
-                Text(name),
-                f"{figures.rows:,}",
-                f"{100 * figures.rows / self.full_rows:.1f} %",
-                f"{figures.request_prefix_tokens:,}",
-                f"{figures.question_prefix_tokens:,}",
-                readable(figures.request_snapshot_bytes + figures.question_snapshot_bytes),
-                readable(figures.levels_scratch_bytes),
-                readable(figures.tree_state_bytes),
-                "too large" if tree is None else readable(tree),
-            )
-        first = next(iter(self.layouts.values()))
-        times = [f"about {ms:,.0f} ms on one {gpu}" for gpu, ms in first.milliseconds.items()]
-        table.caption = "; ".join([f"weights {readable(self.weight_bytes)}", *times])
-        table.caption_justify = "left"
+        for name in ("full", *self.layouts):
+            table.add_column(Text(name), justify="right")
+        layouts = self.layouts.values()
+        table.add_row("tokens run", f"{self.full_rows:,}", *(f"{f.rows:,}" for f in layouts))
+        table.add_row("of full", "100.0 %", *(f"{100 * f.rows / self.full_rows:.1f} %" for f in layouts))
+        table.add_row("request prefix", "", *(f"{f.request_prefix_tokens:,}" for f in layouts))
+        table.add_row("question prefixes", "", *(f"{f.question_prefix_tokens:,}" for f in layouts))
+        snapshots = (f.request_snapshot_bytes + f.question_snapshot_bytes for f in layouts)
+        table.add_row("levels: snapshots", "", *map(readable, snapshots))
+        table.add_row("levels: scratch", "", *(readable(f.levels_scratch_bytes) for f in layouts))
+        table.add_row("tree: states", "", *(readable(f.tree_state_bytes) for f in layouts))
+        scratch = (f.tree_scratch_bytes for f in layouts)
+        table.add_row("tree: scratch", "", *("too large" if s is None else readable(s) for s in scratch))
         return table
 
 
