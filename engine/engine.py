@@ -37,7 +37,7 @@ from engine.wire.answers import Provenance, Response, respond
 from engine.wire.processor import Processor
 from engine.wire.requests import Request
 
-Source = Request | dict[str, Any] | str | bytes
+RequestLike = Request | dict[str, Any] | str | bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +117,11 @@ class Engine:
             progress=progress,
         )
 
-    def score(self, request: Source) -> Response:
+    def score(self, request: RequestLike) -> Response:
         """Answer one request. Raises RequestError before any forward, InferenceError when the forward fails."""
         return self.submit(request).result()
 
-    def submit(self, request: Source) -> Future[Response]:
+    def submit(self, request: RequestLike) -> Future[Response]:
         """Queue one request. It is validated before this returns (RequestError).
 
         The result raises CapacityError, before any forward, when the request fits no pass or not `memory.limit_gib`,
@@ -147,7 +147,7 @@ class Engine:
                 raise InferenceError(f"prompts[{i}]: a final hidden state is not finite")
         return states
 
-    def prompts(self, request: Source) -> list[list[Prompt]]:
+    def prompts(self, request: RequestLike) -> list[list[Prompt]]:
         """The candidates of each question of `request`, as token ids. Raises RequestError; runs nothing."""
         return self.processor.prompts(self.processor.parse(request))
 
@@ -177,7 +177,7 @@ class Engine:
         captured = self._executor.captured
         return {} if captured is None else dict(captured.capture_seconds)
 
-    def explain(self, request: Source) -> ExplainReport:
+    def explain(self, request: RequestLike) -> ExplainReport:
         """What `request` would run: its prefix tree, rows with and without reuse, and bytes. Runs nothing."""
         parsed = self.processor.parse(request)
         return explain_prompts(

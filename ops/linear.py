@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ops.checks import STORAGE, check_multiple, check_row_pitch, check_tensor
 from ops.cpu import cpu_kernel, pad_rows
+from ops.sizes import COLUMN_UNIT
 
 _TILE_ROWS = 64
-_OUTPUT_UNIT = 16
 
 
 @torch.library.custom_op("forkgraph::linear_fixed", mutates_args=(), device_types="cuda")
@@ -67,4 +67,4 @@ def _check(x: Tensor, w: Tensor) -> None:
     check_tensor(op, "x", x, (None, None), STORAGE, x.device)
     check_row_pitch(op, "x", x)
     check_tensor(op, "w", w, (None, x.shape[1]), x.dtype, x.device)
-    check_multiple(op, "the number of rows of w", w.shape[0], _OUTPUT_UNIT)
+    check_multiple(op, "the number of rows of w", w.shape[0], COLUMN_UNIT)

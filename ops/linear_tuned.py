@@ -22,6 +22,7 @@ from torch import Tensor
 from ops import blas
 from ops.checks import check_multiple, check_row_pitch, check_tensor
 from ops.cpu import cpu_kernel
+from ops.sizes import COLUMN_UNIT
 from ops.variant import Variant
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -95,7 +96,7 @@ def linear_tuned(x: Tensor, w: Tensor) -> Tensor:
     check_tensor("linear_tuned", "x", x, (None, None), torch.bfloat16, x.device)
     check_row_pitch("linear_tuned", "x", x)
     check_tensor("linear_tuned", "w", w, (None, x.shape[1]), torch.bfloat16, x.device)
-    check_multiple("linear_tuned", "the number of rows of w", w.shape[0], 16)
+    check_multiple("linear_tuned", "the number of rows of w", w.shape[0], COLUMN_UNIT)
     if (x.data_ptr() | w.data_ptr()) % ALIGNMENT:
         raise ValueError(
             f"linear_tuned: x and w must start at multiples of {ALIGNMENT} bytes; pass tensors of their own (.clone())"
