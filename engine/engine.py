@@ -70,6 +70,7 @@ class Engine:
         device = torch.device(config.device)
         self._client = owner_of(device).client()
         self._client.weights[id(weights)] = dimensions.weight_bytes(dtype_bytes(config.dtype)).total
+        self._planner.check_least(others=self._client.owner.bytes_beside(self._client))
         made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._executor = self._client.report(partial(make_executor, config, weights, dimensions, made), progress)
         # What nobody closed is given back when it is collected, but on the thread that owns the device.

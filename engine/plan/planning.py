@@ -86,8 +86,10 @@ class Planner:
         return BufferSizes(kv_rows=self._config.max_length + self._limits.rows, slots=slots, states=slots)
 
     def check_least(self, *, others: int) -> None:
-        """Raise CapacityError when not even the smallest request would fit."""
-        self.check(self._bytes(rows=LADDER[0], reads=1, buffers=BufferSizes(), pool_rows=0, others=others))
+        """Raise CapacityError when not even the smallest request would fit, beside what is there from the start."""
+        sealed = self._config.graphs == "captured" and self._config.capture == "load"
+        buffers = self.largest_buffers() if sealed else BufferSizes()
+        self.check(self._bytes(rows=LADDER[0], reads=1, buffers=buffers, pool_rows=0, others=others))
 
     def check(self, memory: MemoryPlan) -> None:
         """Raise CapacityError with both figures when `memory` is above the limit."""

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 
 from engine import Engine
-from engine.config import MemoryConfig
+from engine.config import EngineConfig, MemoryConfig
 from engine.errors import CapacityError
 from engine.load.dimensions import DIMENSIONS, ModelDimensions
 from engine.load.tiny import tiny_config
 from engine.plan.layout import build_layout
 from engine.plan.memory import WORKSPACE_BYTES, MemoryPlan, delta_rule_scratch, plan_memory
+from engine.plan.planning import Planner
 from engine.plan.schedule import BufferSizes, Limits, Plan, plan_passes
 from engine.prompt import Prompt
 from engine.run.executor import Executor
@@ -227,3 +228,16 @@ def test_other_engines_on_the_device_count_with_their_weights_once(cache_dir: st
         assert one.forward(one.prompts(REQUEST)).memory.others == 0
         with pytest.raises(CapacityError, match=r"others 0\.\d+\), above memory\.limit_gib"):
             loaded(cache_dir, (first.total * 1.5) / GIB, seed=1)
+
+
+def test_an_engine_that_captures_while_loading_is_refused_where_its_buffers_do_not_fit() -> None:
+    def planner(capture: Literal["answer", "load"]) -> Planner:
+        config = EngineConfig(
+            model="9b", device="cuda:0", dtype="bfloat16", graphs="captured", capture=capture,
+            memory=MemoryConfig(limit_gib=16.0),
+        )  # fmt: skip
+        return Planner(config, NINE)
+
+    planner("answer").check_least(others=0)
+    with pytest.raises(CapacityError, match=r"snapshots [1-9]\.\d+.*above memory\.limit_gib=16"):
+        planner("load").check_least(others=0)
