@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from graphs.examine import LayerSizes, examine
-from graphs.tuning.table import replace_file
+from graphs.files import replace_file
 from graphs.tuning.tuner import UnknownEnvironmentError, driver_version, sources_hash
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -106,6 +106,7 @@ def _keep(path: Path, environment: Environment) -> None:
     if environment.driver is None:
         return
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(asdict(environment), indent=1))
     except OSError as error:
         logger.warning(

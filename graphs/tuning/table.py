@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from graphs.files import replace_file
 from graphs.rungs import LADDER
 from ops.linear_tuned import CUBLASLT, Cell, product
 
@@ -111,18 +110,8 @@ def read(path: Path, environment: Environment) -> Table:
 
 def write(path: Path, environment: Environment, table: Table) -> None:
     """The file of a table, whole or not at all. Raises OSError."""
-    replace_file(path, encode(environment, table))
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write under another name, then rename: a reader sees the old file or the whole new one. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    replace_file(path, encode(environment, table))
 
 
 def shipped(environment: Environment) -> dict[Cell, tuple[str, ...]]:
